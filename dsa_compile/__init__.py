@@ -1,0 +1,35 @@
+"""DeepSeek Sparse Attention for Hugging Face MLA models, as passes over the graph that torch.compile captures."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsa_compile.api import optimize, prepare
+    from dsa_compile.cache import DSACache
+    from dsa_compile.config import CacheConfig, DSAConfig
+    from dsa_compile.explain import explain
+    from dsa_compile.report import recent_reports
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "optimize": "api",
+    "prepare": "api",
+    "explain": "explain",
+    "DSAConfig": "config",
+    "CacheConfig": "config",
+    "DSACache": "cache",
+    "recent_reports": "report",
+}
+
+__all__ = ["CacheConfig", "DSACache", "DSAConfig", "explain", "optimize", "prepare", "recent_reports"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"dsa_compile.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'dsa_compile' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,335 @@
+"""`DSACache`: latent rows and index keys of every layer, compact, preallocated, with a length per sequence."""
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from dsa_compile.dims import IndexerDims, LayerDims
+from dsa_compile.errors import CacheCapacityError, CacheError
+
+_FORMAT = "dsa_compile.cache.v1"
+
+
+class Lengths:
+    """What the layers of one cache share: how long each sequence is, and where the tokens of the running call go.
+
+    Attributes:
+        valid: int64[B] on the device, tokens stored per sequence.
+        seen: bool[B, n] on the device, which of the n padded columns so far held a token.
+        slots: int64[B, T] of the running call, -1 for padding; None outside a call.
+    """
+
+    def __init__(self, batch_size: int, device: torch.device) -> None:
+        self.valid = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.seen = torch.zeros(batch_size, 0, dtype=torch.bool, device=device)
+        self.slots: Tensor | None = None
+        self.bound = 0
+        """Host-side upper bound of ``valid``."""
+
+    @property
+    def padded(self) -> int:
+        return self.seen.shape[1]
+
+    def map_rows(self, rows: Tensor) -> None:
+        """Make sequence i what sequence ``rows[i]`` was."""
+        self.valid, self.seen = self.valid[rows], self.seen[rows]
+
+    def drop(self, columns: int) -> None:
+        """Forget the last ``columns`` padded columns."""
+        keep = max(self.padded - columns, 0)
+        self.valid = self.valid - self.seen[:, keep:].sum(1)
+        self.seen = self.seen[:, :keep]
+
+
+class DSACacheLayer(CacheLayerMixin):
+    """The two pools of one layer: ``latent`` [B, S, R+P] and ``index_keys`` [B, S, DI] (DI = 0 without an indexer)."""
+
+    is_compileable = False  # generate must hand the 2-D mask to the guard as it is, and leave compiling to it
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(
+        self, dims: LayerDims, lengths: Lengths, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.dims, self.lengths, self.dtype, self.device = dims, lengths, dtype, device
+        batch_size = lengths.valid.shape[0]
+        index_width = dims.indexer.head_dim if dims.indexer else 0
+        self.latent = torch.zeros(batch_size, capacity, dims.latent_width, dtype=dtype, device=device)
+        self.index_keys = torch.zeros(batch_size, capacity, index_width, dtype=dtype, device=device)
+        self.is_initialized = True
+
+    @property
+    def batch_size(self) -> int:
+        return self.latent.shape[0]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise CacheError("DSACache layers are allocated when the cache is made.")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append latents ``[B, 1, T, R]`` and rope keys ``[B, 1, T, P]``; returns the latent pool, twice."""
+        torch.ops.dsa.cache_write.default(
+            self.latent, self.index_keys, self._slots(), key_states[:, 0], value_states[:, 0], None
+        )
+        return self.latent, self.latent
+
+    def update_indexer(self, index_key: Tensor) -> Tensor:
+        """Append index keys ``[B, T, DI]``; returns their pool."""
+        torch.ops.dsa.cache_write.default(self.latent, self.index_keys, self._slots(), None, None, index_key)
+        return self.index_keys
+
+    def _slots(self) -> Tensor:
+        if self.lengths.slots is None:
+            raise CacheError(
+                "A DSACache is written inside a call of a model that dsa_compile.optimize or prepare returned; "
+                "another model, or a torch.compile around the model, called it. Call the optimized model itself."
+            )
+        return self.lengths.slots
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.lengths.padded + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns seen so far, padding included: the length that transformers counts in."""
+        return self.lengths.padded
+
+    def get_max_length(self) -> int:
+        """Slots per sequence."""
+        return self.latent.shape[1]
+
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in this layer: (R + P + DI) values."""
+        return (self.latent.shape[2] + self.index_keys.shape[2]) * self.latent.element_size()
+
+    def offload(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        ahead = device.type != "cpu"  # a copy to the CPU that does not block may be read before it has arrived
+        self.latent = self.latent.to(device, non_blocking=ahead)
+        self.index_keys = self.index_keys.to(device, non_blocking=ahead)
+
+    def reset(self) -> None:
+        self.latent.zero_()
+        self.index_keys.zero_()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """In place, so that the pools keep their addresses."""
+        for pool in (self.latent, self.index_keys):
+            used = pool[:, : self.lengths.bound]
+            used.copy_(used.index_select(0, beam_idx.to(pool.device)))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing: rows behind a sequence's length are never visible."""
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.latent = self.latent.repeat_interleave(repeats, 0)
+        self.index_keys = self.index_keys.repeat_interleave(repeats, 0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        indices = indices.to(self.latent.device)
+        self.latent, self.index_keys = self.latent[indices], self.index_keys[indices]
+
+
+class DSACache(Cache):
+    """Latent cache of an optimized model; `generate` makes one by itself.
+
+    A token takes (R + P + DI) values a layer that owns an indexer, R + P elsewhere. Padding takes none. Two pools a
+    layer always change together; everything a transformers ``Cache`` does (crop, beam search, reset, batch selection)
+    works on both.
+
+    Args:
+        dims: sizes of each layer.
+        batch_size: sequences.
+        capacity: slots per sequence; more tokens are a `CacheCapacityError`.
+        dtype, device: of the pools.
+        fingerprint: the model that owns it; None until a model first writes to it.
+
+    Raises:
+        CacheError: ``batch_size`` or ``capacity`` is below 1.
+    """
+
+    layers: list[DSACacheLayer]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        dims: Sequence[LayerDims],
+        *,
+        batch_size: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        fingerprint: str | None = None,
+    ) -> None:
+        if batch_size < 1 or capacity < 1:
+            raise CacheError(f"DSACache: expected batch_size and capacity from 1 on, came {batch_size}, {capacity}.")
+        device = torch.empty(0, device=device).device  # names the index, as tensors do
+        self.lengths = Lengths(batch_size, device)
+        self.fingerprint = fingerprint
+        self.dims = tuple(dims)
+        super().__init__(layers=[DSACacheLayer(d, self.lengths, capacity, dtype, device) for d in self.dims])
+
+    @property
+    def capacity(self) -> int:
+        """Slots per sequence."""
+        return self.layers[0].latent.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layers[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].device
+
+    def bytes_per_token(self) -> list[int]:
+        """Bytes that one token takes, layer by layer."""
+        return [layer.bytes_per_token() for layer in self.layers]
+
+    def nbytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(layer.latent.nbytes + layer.index_keys.nbytes for layer in self.layers)
+
+    def plan(self, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Where a call's tokens go and what they see.
+
+        Args:
+            valid: bool[B, T], False for padding.
+
+        Returns:
+            slots int64[B, T] (-1 for padding) and visible int32[B, 1, T, 2]. Nothing is changed.
+
+        Raises:
+            CacheCapacityError: a sequence would outgrow the capacity.
+        """
+        if self.lengths.bound + valid.shape[1] > self.capacity:
+            longest = int((self.lengths.valid + valid.sum(1)).max())
+            if longest > self.capacity:
+                raise CacheCapacityError(
+                    f"DSACache holds {self.capacity} tokens a sequence, {int(self.lengths.valid.max())} are filled, "
+                    f"and this call needs {longest}; nothing was written. Ask for more with "
+                    f"model.make_cache(batch_size, capacity={longest}) or CacheConfig(capacity={longest})."
+                )
+        return slots_and_visible(valid, self.lengths.valid)
+
+    def commit(self, valid: Tensor) -> None:
+        """Count the tokens of a call that went through."""
+        self.lengths.valid = self.lengths.valid + valid.sum(1)
+        self.lengths.seen = torch.cat([self.lengths.seen, valid], 1)
+        bound = self.lengths.bound + valid.shape[1]
+        self.lengths.bound = bound if bound <= self.capacity else int(self.lengths.valid.max())
+
+    def reset(self) -> None:
+        super().reset()
+        self._forget(self.lengths.padded)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` columns (padding included); a positive number keeps that many."""
+        columns = max(self.lengths.padded - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
+        self._forget(columns)
+
+    def _forget(self, columns: int) -> None:
+        self.lengths.drop(columns)
+        self.lengths.bound = min(self.lengths.bound, self.lengths.padded)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self.lengths.map_rows(beam_idx.to(self.lengths.valid.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = torch.arange(self.batch_size, device=self.lengths.valid.device).repeat_interleave(repeats)
+        super().batch_repeat_interleave(repeats)
+        self.lengths.map_rows(rows)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.lengths.map_rows(indices.to(self.lengths.valid.device))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the used part to a safetensors file, whole or not at all."""
+        used = int(self.lengths.valid.max()) if self.lengths.padded else 0
+        tensors = {"valid": self.lengths.valid, "seen": self.lengths.seen}
+        for i, layer in enumerate(self.layers):
+            tensors[f"layers.{i}.latent"] = layer.latent[:, :used].contiguous()
+            tensors[f"layers.{i}.index_keys"] = layer.index_keys[:, :used].contiguous()
+        metadata = {
+            "format": _FORMAT,
+            "dims": json.dumps([asdict(d) for d in self.dims]),
+            "capacity": str(self.capacity),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "fingerprint": self.fingerprint or "",
+        }
+        path = Path(path)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            part = Path(file.name)
+        try:
+            save_file({name: t.cpu() for name, t in tensors.items()}, part, metadata)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], *, capacity: int | None = None, device: torch.device | str = "cpu"
+    ) -> Self:
+        """Read what `save` wrote. ``capacity``: slots per sequence of the new cache; None keeps the saved one.
+
+        Raises:
+            CacheError: the file is no saved cache.
+            CacheCapacityError: the saved tokens do not fit into ``capacity``.
+        """
+        try:
+            with safe_open(os.fspath(path), framework="pt") as file:
+                meta = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        except Exception as error:
+            raise CacheError(f"{path}: cannot be read as a safetensors file ({error}).") from error
+        if meta.get("format") != _FORMAT:
+            raise CacheError(f"{path}: expected a file written by DSACache.save, came format {meta.get('format')!r}.")
+        capacity = int(meta["capacity"]) if capacity is None else capacity
+        used = tensors["layers.0.latent"].shape[1]
+        if used > capacity:
+            raise CacheCapacityError(f"{path}: holds {used} tokens a sequence, capacity={capacity} cannot take them.")
+        dims = [
+            LayerDims(**sizes, indexer=indexer and IndexerDims(**indexer))
+            for indexer, sizes in ((d.pop("indexer"), d) for d in json.loads(meta["dims"]))
+        ]
+        cache = cls(
+            dims,
+            batch_size=tensors["valid"].shape[0],
+            capacity=capacity,
+            dtype=getattr(torch, meta["dtype"]),
+            device=device,
+            fingerprint=meta["fingerprint"] or None,
+        )
+        for i, layer in enumerate(cache.layers):
+            layer.latent[:, :used] = tensors[f"layers.{i}.latent"]
+            layer.index_keys[:, :used] = tensors[f"layers.{i}.index_keys"]
+        cache.lengths.valid.copy_(tensors["valid"])
+        cache.lengths.seen = tensors["seen"].to(device)
+        cache.lengths.bound = used
+        return cache
+
+
+def slots_and_visible(valid: Tensor, stored: Tensor | None) -> tuple[Tensor, Tensor]:
+    """slots int64[B, T] and causal visible int32[B, 1, T, 2] of new tokens behind ``stored`` int64[B] old ones."""
+    slots = valid.long().cumsum(1) - 1
+    if stored is not None:
+        slots = slots + stored[:, None]
+    slots = slots.masked_fill(~valid, -1)
+    end = (slots + 1).to(torch.int32)
+    return slots, torch.stack([torch.zeros_like(end), end], -1).unsqueeze(1)

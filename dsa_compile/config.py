@@ -1,0 +1,118 @@
+"""What a user can choose, as frozen dataclasses that refuse what they do not know."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from dsa_compile.errors import ConfigError
+
+SELECTORS = ("indexer", "attention", "dense")
+LOWERINGS = ("inductor", "eager")
+DEFAULT_INDEX_TOPK = 2048
+"""``index_topk`` of DeepSeek-V3.2 and GLM-5, used where neither the model nor the user names one."""
+
+
+def check_fields(cls: type, fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first name in ``fields`` that ``cls`` does not have, naming the nearest."""
+    known = [f.name for f in dataclasses.fields(cls)]
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}."
+            raise ConfigError(f"{cls.__name__}: unknown option {name!r}; {hint}")
+
+
+class _Options:
+    """Construction from loose fields for the option dataclasses."""
+
+    @classmethod
+    def of(cls, config: Self | None = None, **fields: Any) -> Self:
+        """``config`` with ``fields`` replaced, or a new one. Raises ConfigError for an unknown field."""
+        check_fields(cls, fields)
+        if config is None:
+            return cls(**fields)
+        if not isinstance(config, cls):
+            raise ConfigError(f"config: expected {cls.__name__}, came {type(config).__name__}.")
+        return dataclasses.replace(config, **fields)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig(_Options):
+    """How caches are made. ``capacity``: slots per sequence; None sizes a cache for the call that makes it."""
+
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.capacity is not None and self.capacity < 1:
+            raise ConfigError(f"CacheConfig.capacity: expected at least 1 slot, came {self.capacity}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSAConfig(_Options):
+    """Options of `optimize`, `prepare` and the backend.
+
+    Args:
+        index_topk: tokens that a query attends to. None: the model's own, else 2048 (DeepSeek-V3.2).
+        selector: what picks them. ``"indexer"``: a lightning indexer. ``"attention"``: exact top-k of the head-mean
+            attention (slow; what an indexer can reach at best). ``"dense"``: nothing, attention stays dense over the
+            latent cache. None: the model's own indexer, or the one that ``indexer`` or the checkpoint holds.
+        indexer: where the indexer of a dense model comes from: a safetensors file or checkpoint folder, a state dict,
+            or ``"random"`` (seeded). None: the checkpoint that the model was loaded from.
+        index_n_heads: index heads of a ``"random"`` indexer.
+        index_head_dim: dimension of an index head of a ``"random"`` indexer.
+        cache: how ``generate`` makes caches.
+        select_budget: bytes of scores that a selection may hold at once.
+        lowering: ``"inductor"``, or ``"eager"`` to run the rewritten graph as it is (tests, debugging).
+        mode: a mode of ``torch.compile`` such as ``"max-autotune"``; needs ``lowering="inductor"``.
+        disable_passes: names of passes to leave out.
+
+    Raises:
+        ConfigError: a value is out of range, or a field is unknown (through `of`).
+    """
+
+    index_topk: int | None = None
+    selector: str | None = None
+    indexer: str | Path | Mapping[str, Any] | None = None
+    index_n_heads: int = 64
+    index_head_dim: int = 128
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    select_budget: int = 256 << 20
+    lowering: str = "inductor"
+    mode: str | None = None
+    disable_passes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.index_topk is not None and (isinstance(self.index_topk, bool) or self.index_topk < 1):
+            raise ConfigError(f"index_topk: expected at least 1, came {self.index_topk}.")
+        _check_choice("selector", self.selector, (None, *SELECTORS))
+        _check_choice("lowering", self.lowering, LOWERINGS)
+        if self.select_budget < 1:
+            raise ConfigError(f"select_budget: expected a positive number of bytes, came {self.select_budget}.")
+        if self.index_n_heads < 1 or self.index_head_dim < 1:
+            raise ConfigError(
+                f"index_n_heads, index_head_dim: expected at least 1, came {self.index_n_heads}, {self.index_head_dim}."
+            )
+        if self.mode is not None and self.lowering != "inductor":
+            raise ConfigError(f"mode={self.mode!r} needs lowering='inductor', came lowering={self.lowering!r}.")
+        if isinstance(self.disable_passes, str):
+            raise ConfigError(f"disable_passes: expected names in a list, came the string {self.disable_passes!r}.")
+        object.__setattr__(self, "disable_passes", tuple(self.disable_passes))
+        if isinstance(self.cache, Mapping):
+            object.__setattr__(self, "cache", CacheConfig.of(**self.cache))
+        if not isinstance(self.cache, CacheConfig):
+            raise ConfigError(f"cache: expected CacheConfig or a dict of its fields, came {type(self.cache).__name__}.")
+        if self.indexer is not None and self.selector in ("attention", "dense"):
+            raise ConfigError(f"indexer= is read by selector='indexer' alone, came selector={self.selector!r}.")
+
+    def graph_options(self) -> dict[str, Any]:
+        """The fields that shape a compiled graph, as ``options=`` of ``torch.compile``."""
+        names = ("index_topk", "selector", "select_budget", "lowering", "mode", "disable_passes")
+        return {name: getattr(self, name) for name in names}
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}: expected one of {', '.join(map(repr, choices))}, came {value!r}.")

@@ -1,0 +1,145 @@
+"""Schemas and shape functions of all dsa:: ops. Dimensions and conventions: `dsa_compile.dims`.
+
+The implementations live in the op folders beside this file; a backward pass is an op of its own, so that a graph of
+any length keeps one node for it.
+"""
+
+import torch
+from torch import Tensor
+
+SCHEMAS = {
+    # Append rows at `slots` int64[B, T] (negative: padding, not written) to the pools latent[B, S, R+P] and
+    # index_keys[B, S, DI]. Both pools are always named, so that they are graph inputs before a pass needs them.
+    "cache_write": (
+        "(Tensor(a!) latent, Tensor(b!) index_keys, Tensor slots, Tensor? c_kv, Tensor? k_pe, Tensor? index_key) -> ()"
+    ),
+    # The canonical attention: q[B, H, T, N+P], c_kv[B, S, R], k_pe[B, S, P], kv_b_weight[H*(N+V), R] -> [B, T, H, V].
+    # The last three say what `insert_indexer` makes of it: parameters of an attached indexer (else none), K
+    # (0: dense) and the indexer's RoPE layout.
+    "mla": (
+        "(Tensor q, Tensor c_kv, Tensor k_pe, Tensor kv_b_weight, Tensor? visible, Tensor? mask, "
+        "Tensor? topk_indices, int nope, float scale, Tensor[] indexer_params, int index_topk, str index_rope) "
+        "-> Tensor"
+    ),
+    "mla_backward": (
+        "(Tensor grad, Tensor q, Tensor c_kv, Tensor k_pe, Tensor kv_b_weight, Tensor? visible, Tensor? mask, "
+        "Tensor? topk_indices, int nope, float scale) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    # Index queries q[B, T, HI, DI], signed head weights[B, T, HI], index_keys[B, S, DI] -> topk_indices int32[B, T, K].
+    "select": (
+        "(Tensor q, Tensor weights, Tensor index_keys, Tensor? visible, Tensor? mask, int index_topk, float scale, "
+        "int budget) -> Tensor"
+    ),
+    # Exact selection by the head-mean attention of the layer itself -> topk_indices int32[B, T, K].
+    "select_attention": (
+        "(Tensor q, Tensor c_kv, Tensor k_pe, Tensor kv_b_weight, Tensor? visible, Tensor? mask, int nope, "
+        "float scale, int index_topk, int budget) -> Tensor"
+    ),
+    # Absorbed attention: q_absorbed[B, T, H, R], q_pe[B, T, H, P], latent[B, S, R+P] -> out[B, T, H, R] and
+    # lse float32[B, T, H]. Without topk_indices it is dense over what is visible.
+    "sparse_mla": (
+        "(Tensor q_absorbed, Tensor q_pe, Tensor latent, Tensor? visible, Tensor? mask, Tensor? topk_indices, "
+        "float scale) -> (Tensor, Tensor)"
+    ),
+    "sparse_mla_backward": (
+        "(Tensor grad_out, Tensor grad_lse, Tensor q_absorbed, Tensor q_pe, Tensor latent, Tensor? visible, "
+        "Tensor? mask, Tensor? topk_indices, float scale) -> (Tensor, Tensor, Tensor)"
+    ),
+}
+
+for _name, _schema in SCHEMAS.items():
+    torch.library.define(f"dsa::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+@torch.library.register_fake("dsa::cache_write")
+def _cache_write(
+    latent: Tensor,
+    index_keys: Tensor,
+    slots: Tensor,
+    c_kv: Tensor | None,
+    k_pe: Tensor | None,
+    index_key: Tensor | None,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("dsa::mla")
+def _mla(
+    q: Tensor,
+    c_kv: Tensor,
+    k_pe: Tensor,
+    kv_b_weight: Tensor,
+    visible: Tensor | None,
+    mask: Tensor | None,
+    topk_indices: Tensor | None,
+    nope: int,
+    scale: float,
+    indexer_params: list[Tensor],
+    index_topk: int,
+    index_rope: str,
+) -> Tensor:
+    B, H, T, _ = q.shape
+    return q.new_empty(B, T, H, kv_b_weight.shape[0] // H - nope)
+
+
+@torch.library.register_fake("dsa::mla_backward")
+def _mla_backward(
+    grad: Tensor, q: Tensor, c_kv: Tensor, k_pe: Tensor, kv_b_weight: Tensor, *rest: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        q.new_empty(q.shape),
+        c_kv.new_empty(c_kv.shape),
+        k_pe.new_empty(k_pe.shape),
+        kv_b_weight.new_empty(kv_b_weight.shape),
+    )
+
+
+@torch.library.register_fake("dsa::select")
+def _select(
+    q: Tensor,
+    weights: Tensor,
+    index_keys: Tensor,
+    visible: Tensor | None,
+    mask: Tensor | None,
+    index_topk: int,
+    scale: float,
+    budget: int,
+) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], index_topk, dtype=torch.int32)
+
+
+@torch.library.register_fake("dsa::select_attention")
+def _select_attention(
+    q: Tensor,
+    c_kv: Tensor,
+    k_pe: Tensor,
+    kv_b_weight: Tensor,
+    visible: Tensor | None,
+    mask: Tensor | None,
+    nope: int,
+    scale: float,
+    index_topk: int,
+    budget: int,
+) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], index_topk, dtype=torch.int32)
+
+
+@torch.library.register_fake("dsa::sparse_mla")
+def _sparse_mla(
+    q_absorbed: Tensor,
+    q_pe: Tensor,
+    latent: Tensor,
+    visible: Tensor | None,
+    mask: Tensor | None,
+    topk_indices: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.promote_types(q_absorbed.dtype, torch.float32)
+    return q_absorbed.new_empty(q_absorbed.shape), q_absorbed.new_empty(q_absorbed.shape[:3], dtype=lse_dtype)
+
+
+@torch.library.register_fake("dsa::sparse_mla_backward")
+def _sparse_mla_backward(
+    grad_out: Tensor, grad_lse: Tensor, q_absorbed: Tensor, q_pe: Tensor, latent: Tensor, *rest: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q_absorbed.new_empty(q_absorbed.shape), q_pe.new_empty(q_pe.shape), latent.new_empty(latent.shape)

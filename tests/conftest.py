@@ -1,0 +1,29 @@
+"""Fixtures of all tests: one device, one seed, a fresh Dynamo, float32 that is float32."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+torch.backends.cuda.matmul.allow_tf32 = False
+torch.backends.cudnn.allow_tf32 = False
+
+hypothesis.settings.register_profile("local", deadline=None, max_examples=20)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=20, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _fresh(request):
+    """Tests marked ``shared_graphs`` keep what others of their module compiled."""
+    torch.manual_seed(0)
+    yield
+    if not request.node.get_closest_marker("shared_graphs"):
+        torch._dynamo.reset()

@@ -1,0 +1,311 @@
+"""The cache against lists of rows: whatever is done to it, it holds what was appended and not removed."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from dsa_compile import lowering  # noqa: F401 (registers the ops)
+from dsa_compile.cache import DSACache, slots_and_visible
+from dsa_compile.dims import IndexerDims, LayerDims
+from dsa_compile.errors import CacheCapacityError, CacheError
+
+PLAIN = LayerDims(n_heads=2, kv_lora_rank=3, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)
+INDEXED = LayerDims(**{**vars(PLAIN), "indexer": IndexerDims(n_heads=2, head_dim=4)})
+DIMS = (INDEXED, PLAIN)
+V32 = LayerDims(
+    n_heads=128,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    indexer=IndexerDims(n_heads=64, head_dim=128),
+)
+CAPACITY = 24
+
+
+def make(device, batch_size=2, capacity=CAPACITY, dtype=torch.float32):
+    return DSACache(DIMS, batch_size=batch_size, capacity=capacity, dtype=dtype, device=device)
+
+
+def append(cache, numbers, valid):
+    """What a model's call does: row (b, t) holds ``numbers[b, t]`` everywhere, negated in the index keys."""
+    slots, _ = cache.plan(valid)
+    cache.lengths.slots = slots
+    rows = numbers.to(cache.device, cache.dtype)[..., None]
+    for layer, dims in enumerate(cache.dims):
+        cache.update(rows.expand(-1, -1, 3)[:, None], rows.expand(-1, -1, 2)[:, None], layer)
+        if dims.indexer:
+            cache.update_indexer(-rows.expand(-1, -1, 4), layer)
+    cache.lengths.slots = None
+    cache.commit(valid)
+
+
+def stored(cache):
+    """The numbers of each sequence, after checking that both pools of every layer hold the same."""
+    lengths = cache.lengths.valid.tolist()
+    rows = [cache.layers[0].latent[b, :n, 0].tolist() for b, n in enumerate(lengths)]
+    for layer in cache.layers:
+        for b, n in enumerate(lengths):
+            want = torch.tensor(rows[b], dtype=cache.dtype, device=layer.latent.device)[:, None]
+            assert torch.equal(layer.latent[b, :n], want.expand(n, 5))
+            assert torch.equal(layer.index_keys[b, :n], -want.expand(n, layer.index_keys.shape[2]))
+    return rows
+
+
+def filled(device, **arguments):
+    """Sequences [0, 1, 2] and [13, 14, 15, 16, 17] after two padded turns, the second with a hole."""
+    cache = make(device, **arguments)
+    numbers = torch.arange(20, device=device).view(2, 10)
+    valid = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 1, 1]], device=device) > 0
+    append(cache, torch.where(valid, numbers[:, :5] - 3, -1000), valid)
+    valid = torch.tensor([[0, 1, 0, 0], [1, 0, 1, 1]], device=device) > 0
+    append(cache, torch.where(valid, torch.tensor([[9, 2, 9, 9], [12, 9, 13, 14]], device=device), -1000), valid)
+    return cache
+
+
+FILLED = [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0, 13.0, 14.0]]
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Columns per sequence: a number where there is a token, None for padding."""
+
+    @initialize(batch=st.integers(1, 3))
+    def start(self, batch):
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.cache, self.columns, self.next = make(self.device, batch), [[] for _ in range(batch)], 1
+
+    def rows(self):
+        return [[n for n in columns if n is not None] for columns in self.columns]
+
+    @rule(data=st.data(), tokens=st.integers(1, 5))
+    def append(self, data, tokens):
+        batch = len(self.columns)
+        bits = data.draw(st.lists(st.booleans(), min_size=batch * tokens, max_size=batch * tokens), label="valid")
+        valid = torch.tensor(bits).view(batch, tokens)
+        numbers = torch.arange(self.next, self.next + batch * tokens).view(batch, tokens)
+        self.next += batch * tokens
+        poisoned = numbers.float().masked_fill(~valid, float("nan"))
+        longest = max(len(row) + int(n) for row, n in zip(self.rows(), valid.sum(1)))
+        if longest > CAPACITY:
+            with pytest.raises(CacheCapacityError, match=f"holds {CAPACITY} tokens.*this call needs {longest};"):
+                append(self.cache, poisoned, valid.to(self.device))
+            return
+        append(self.cache, poisoned, valid.to(self.device))
+        for columns, row, kept in zip(self.columns, numbers.tolist(), valid.tolist()):
+            columns += [n if k else None for n, k in zip(row, kept)]
+
+    @rule(removed=st.integers(0, 9))
+    def crop(self, removed):
+        self.cache.crop(-removed)
+        self.columns = [columns[: max(len(columns) - removed, 0)] for columns in self.columns]
+
+    @rule(kept=st.integers(1, 9))
+    def crop_to(self, kept):
+        self.cache.crop(kept)
+        self.columns = [columns[:kept] for columns in self.columns]
+
+    @rule(data=st.data())
+    def reorder(self, data):
+        batch = len(self.columns)
+        order = data.draw(st.lists(st.integers(0, batch - 1), min_size=batch, max_size=batch))
+        addresses = [(x.latent.data_ptr(), x.index_keys.data_ptr()) for x in self.cache.layers]
+        self.cache.reorder_cache(torch.tensor(order, device=self.device))
+        self.columns = [list(self.columns[i]) for i in order]
+        assert addresses == [(x.latent.data_ptr(), x.index_keys.data_ptr()) for x in self.cache.layers]
+
+    @rule(data=st.data())
+    def select(self, data):
+        chosen = data.draw(st.lists(st.integers(0, len(self.columns) - 1), min_size=1, max_size=3))
+        self.cache.batch_select_indices(torch.tensor(chosen, device=self.device))
+        self.columns = [list(self.columns[i]) for i in chosen]
+
+    @rule()
+    def repeat(self):
+        if len(self.columns) <= 2:
+            self.cache.batch_repeat_interleave(2)
+            self.columns = [list(columns) for columns in self.columns for _ in range(2)]
+
+    @rule()
+    def reset(self):
+        self.cache.reset()
+        self.columns = [[] for _ in self.columns]
+
+    @rule()
+    def offload_and_prefetch(self):
+        for layer in self.cache.layers:
+            layer.offload()
+            layer.prefetch()
+
+    @rule(how=st.sampled_from([copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]))
+    def duplicate(self, how):
+        self.cache = how(self.cache)
+
+    @invariant()
+    def holds_what_was_appended(self):
+        assert stored(self.cache) == self.rows()
+        assert self.cache.batch_size == len(self.columns)
+        assert self.cache.get_seq_length() == len(self.columns[0])
+        assert self.cache.lengths.seen.tolist() == [[n is not None for n in row] for row in self.columns]
+        assert max(map(len, self.rows())) <= self.cache.lengths.bound
+
+
+TestCacheMachine = CacheMachine.TestCase
+
+
+def test_two_padded_turns_with_holes_leave_no_gap(device):
+    cache = filled(device)
+    assert stored(cache) == FILLED
+    assert cache.get_seq_length() == 9
+    assert cache.get_mask_sizes(4, 0) == (13, 0)
+    assert not cache.layers[0].latent[0, 3:].any()
+    assert not cache.layers[0].index_keys[1, 5:].any()
+
+
+def test_slots_and_visible_follow_the_stored_tokens(device):
+    valid = torch.tensor([[0, 1, 1], [1, 0, 1]], device=device) > 0
+    slots, visible = slots_and_visible(valid, torch.tensor([4, 0], device=device))
+    assert slots.tolist() == [[-1, 4, 5], [0, -1, 1]]
+    assert visible.tolist() == [[[[0, 0], [0, 5], [0, 6]]], [[[0, 1], [0, 0], [0, 2]]]]
+    assert (slots.dtype, visible.dtype) == (torch.int64, torch.int32)
+
+
+def test_append_crop_and_append_is_append(device):
+    cache, plain = filled(device), filled(device)
+    numbers, valid = torch.full((2, 3), 7.0), torch.ones(2, 3, dtype=torch.bool, device=device)
+    append(cache, numbers + 50, valid)
+    cache.crop(-3)
+    append(cache, numbers, valid)
+    append(plain, numbers, valid)
+    assert stored(cache) == stored(plain)
+    assert torch.equal(cache.layers[0].latent, plain.layers[0].latent)
+
+
+def test_too_many_tokens_change_nothing_and_name_the_way_out(device):
+    cache = filled(device, capacity=7)
+    before = copy.deepcopy(cache)
+    with pytest.raises(CacheCapacityError) as caught:
+        append(cache, torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool, device=device))
+    assert str(caught.value) == (
+        "DSACache holds 7 tokens a sequence, 5 are filled, and this call needs 8; nothing was written. Ask for more "
+        "with model.make_cache(batch_size, capacity=8) or CacheConfig(capacity=8)."
+    )
+    assert stored(cache) == stored(before)
+    assert torch.equal(cache.lengths.seen, before.lengths.seen)
+    append(cache, torch.full((2, 2), 99.0), torch.ones(2, 2, dtype=torch.bool, device=device))
+    assert stored(cache)[1] == [*FILLED[1], 99.0, 99.0]
+
+
+def test_padding_takes_no_capacity(device):
+    cache, padding = make(device, capacity=3), torch.zeros(2, 50, dtype=torch.bool, device=device)
+    padding[:, -3:] = True
+    append(cache, torch.ones(2, 50), padding)
+    assert stored(cache) == [[1.0] * 3] * 2
+
+
+def test_a_write_outside_a_call_is_refused(device):
+    cache = make(device)
+    with pytest.raises(CacheError, match=r"written inside a call of a model that dsa_compile\.optimize or prepare"):
+        cache.update(torch.zeros(2, 1, 1, 3), torch.zeros(2, 1, 1, 2), 0)
+
+
+@pytest.mark.parametrize("sizes", [{"batch_size": 0}, {"capacity": 0}])
+def test_empty_caches_are_refused(device, sizes):
+    with pytest.raises(CacheError, match="expected batch_size and capacity from 1 on, came"):
+        make(device, **sizes)
+
+
+def test_bytes_of_a_deepseek_v32_token(device):
+    plain = LayerDims(**{**vars(V32), "indexer": None})
+    cache = DSACache((V32, plain), batch_size=1, capacity=4, dtype=torch.bfloat16, device=device)
+    assert cache.bytes_per_token() == [1408, 1152]
+    assert cache.nbytes() == 4 * (1408 + 1152)
+    assert V32.expanded_values_per_token() * 2 == 81_920
+
+
+def test_an_offloaded_layer_is_on_the_cpu_and_comes_back(device):
+    cache = filled(device)
+    for layer in cache.layers:
+        layer.offload()
+        assert layer.latent.device.type == layer.index_keys.device.type == "cpu"
+    cache.reorder_cache(torch.tensor([1, 0], device=device))
+    cache.batch_select_indices(torch.tensor([0, 1], device=device))
+    for layer in cache.layers:
+        layer.prefetch()
+        assert layer.latent.device.type == layer.index_keys.device.type == device.type
+    assert stored(cache) == FILLED[::-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("capacity", [None, 5, 40])
+def test_save_and_load(device, tmp_path, dtype, capacity):
+    cache = filled(device, dtype=dtype)
+    cache.fingerprint = "owner"
+    cache.save(tmp_path / "cache")
+    loaded = DSACache.load(tmp_path / "cache", capacity=capacity, device=device)
+    assert stored(loaded) == FILLED
+    assert (loaded.capacity, loaded.dtype, loaded.dims) == (capacity or CAPACITY, dtype, DIMS)
+    assert (loaded.fingerprint, loaded.get_seq_length()) == ("owner", 9)
+    assert torch.equal(loaded.lengths.seen, cache.lengths.seen)
+    with pytest.raises(CacheCapacityError, match="5 are filled"):
+        loaded.plan(torch.ones(2, loaded.capacity - 4, dtype=torch.bool, device=device))
+    loaded.reorder_cache(torch.tensor([1, 0], device=device))
+    assert stored(loaded) == FILLED[::-1]
+    loaded.reorder_cache(torch.tensor([1, 0], device=device))
+    if capacity == 40:
+        for each in (cache, loaded):
+            append(each, torch.full((2, 2), 3.0), torch.ones(2, 2, dtype=torch.bool, device=device))
+        assert stored(loaded) == stored(cache)
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_an_empty_cache_is_saved_too(device, tmp_path):
+    make(device).save(tmp_path / "cache")
+    loaded = DSACache.load(tmp_path / "cache", device=device)
+    assert (stored(loaded), loaded.capacity, loaded.fingerprint) == ([[], []], CAPACITY, None)
+
+
+def test_loading_into_too_small_a_cache_is_refused(device, tmp_path):
+    filled(device).save(tmp_path / "cache")
+    with pytest.raises(CacheCapacityError, match="holds 5 tokens a sequence, capacity=4 cannot take them"):
+        DSACache.load(tmp_path / "cache", capacity=4)
+
+
+def test_foreign_files_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "text").write_text("no tensors")
+    with pytest.raises(CacheError, match=r"written by DSACache\.save, came format 'pt'"):
+        DSACache.load(tmp_path / "model.safetensors")
+    for name in ("text", "absent"):
+        with pytest.raises(CacheError, match=f"{name}: cannot be read as a safetensors file"):
+            DSACache.load(tmp_path / name)
+
+
+def test_a_failed_save_leaves_the_old_file(device, tmp_path, monkeypatch):
+    filled(device).save(tmp_path / "cache")
+    before = (tmp_path / "cache").read_bytes()
+
+    def half(tensors, path, metadata):
+        path.write_bytes(before[:40])
+        raise OSError("disk full")
+
+    monkeypatch.setattr("dsa_compile.cache.save_file", half)
+    with pytest.raises(OSError, match="disk full"):
+        make(device).save(tmp_path / "cache")
+    assert (tmp_path / "cache").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_a_copy_lives_its_own_life(device, how):
+    cache = filled(device)
+    twin = how(cache)
+    append(twin, torch.ones(2, 1), torch.ones(2, 1, dtype=torch.bool, device=device))
+    assert stored(cache) == FILLED
+    assert [len(row) for row in stored(twin)] == [4, 6]
+    assert all(layer.lengths is twin.lengths for layer in twin.layers)
