@@ -1,0 +1,64 @@
+"""The ``torch.compile`` backend ``"dsa"``: rewrite a captured graph, then hand it to Inductor."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch._dynamo.backends.registry import _BACKENDS, register_backend
+from torch.fx import GraphModule
+
+import dsa_compile
+from dsa_compile import compat, lowering, report  # noqa: F401 (lowering registers the ops)
+from dsa_compile.config import DSAConfig
+from dsa_compile.passes.base import is_dsa_op
+from dsa_compile.passes.pipeline import rewrite
+
+
+def dsa_backend(
+    gm: GraphModule,
+    example_inputs: list[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Backend function of ``torch.compile(model, backend="dsa", options={...})``.
+
+    Args:
+        gm: the graph that Dynamo captured; rewritten in place.
+        example_inputs: its inputs.
+        options: fields of `DSAConfig` that shape a graph (``DSAConfig.graph_options``).
+        mode: a mode of ``torch.compile``.
+
+    Raises:
+        ConfigError: an option is unknown or out of range.
+    """
+    config = DSAConfig.of(**{**(options or {}), **({"mode": mode} if mode else {})})
+    result = rewrite(gm, config)
+    report.record(result)
+    if not any(is_dsa_op(node) for node in gm.graph.nodes):
+        reason = "; ".join(dict.fromkeys(e.reason for e in result.entries if not e.matched))
+        warnings.warn(
+            "dsa: nothing was rewritten, the graph is compiled as Inductor would. "
+            + (reason or "It has no attention whose keys and values come from kv_b_proj (MLA)."),
+            stacklevel=2,
+        )
+    if config.lowering == "eager":
+        return gm.forward
+    patches = {
+        **compat.mode_options(config.mode),
+        "post_grad_custom_post_pass": compat.identity_pass(cache_key(config)),
+    }
+    return compat.compile_fx(gm, example_inputs, patches)
+
+
+def cache_key(config: DSAConfig) -> tuple[bytes, str]:
+    """What Inductor's caches must tell apart: the sources of passes and lowerings, and the options."""
+    root = Path(dsa_compile.__file__).parent
+    sources = [p for folder in ("passes", "lowering") for p in sorted((root / folder).rglob("*"))]
+    files = [str(p) for p in sources if p.suffix in (".py", ".jinja")]
+    return compat.files_hash(files), repr(sorted(config.graph_options().items()))
+
+
+if "dsa" not in _BACKENDS:
+    register_backend(dsa_backend, name="dsa")

@@ -1,0 +1,93 @@
+"""The only module that touches private names of torch and what differs between its versions (2.11 to 2.13)."""
+
+import re
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+RECOMPILE_LIMIT = 64
+"""Graphs that one optimized model may hold: lengths, batches, caches and grad modes each make their own."""
+
+
+def raise_recompile_limit() -> None:
+    """Let Dynamo keep `RECOMPILE_LIMIT` graphs per model; its default of 8 is for functions."""
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * RECOMPILE_LIMIT)
+
+
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of ``function`` with a code object of its own: Dynamo counts recompilations per code object."""
+    assert isinstance(function, FunctionType)
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def hint_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Ask Dynamo to treat a size as dynamic from its first sight."""
+    import torch._dynamo
+
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def fake_mode_of(gm: GraphModule) -> AbstractContextManager[Any]:
+    """The fake mode that a Dynamo graph was captured under, or no mode for a graph without fake tensors."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch._subclasses.FakeTensor):
+            return value.fake_mode
+    return nullcontext()
+
+
+def module_stack(node: Node) -> list[tuple[str, str]]:
+    """Modules that a node was traced in, outermost first: (path without the root, class name)."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [(_clean_path(path), getattr(cls, "__name__", str(cls))) for path, cls in stack.values()]
+
+
+def _clean_path(path: str) -> str:
+    """``L['model'].model.layers.1.self_attn`` and its other spellings -> ``model.layers.1.self_attn``."""
+    path = re.sub(r"^\w+(\['\w+'\])?", "", path)
+    path = path.replace("._modules['", ".").replace("']", "").replace("[", ".").replace("]", "").lstrip(".")
+    layer = re.search(r"(?:model\.)?layers\.\d+.*", path)
+    return layer[0] if layer else path
+
+
+def files_hash(paths: Iterable[str]) -> bytes:
+    """A hash of the contents of source files."""
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    return get_hash_for_files(tuple(paths))
+
+
+def identity_pass(uuid: object) -> Any:
+    """An Inductor pass that does nothing but put ``uuid`` into the keys of Inductor's caches."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Identity(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            return None
+
+        def uuid(self) -> object:
+            return uuid
+
+    return Identity()
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Inductor settings of a ``torch.compile`` mode."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode)) if mode else {}
+
+
+def compile_fx(gm: GraphModule, example_inputs: list[Any], config_patches: dict[str, Any]) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=config_patches)
+    return compiled

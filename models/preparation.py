@@ -1,0 +1,162 @@
+"""The least surgery that makes a model's captured graph rewritable. All checks come before the first change."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsa_compile.config import DEFAULT_INDEX_TOPK, DSAConfig
+from dsa_compile.dims import IndexerDims
+from dsa_compile.errors import CheckpointError, ConfigError, IndexerWeightsError, UnsupportedModelError
+from dsa_compile.models.family import Family, attention_modules, family_of, layer_dims
+from dsa_compile.models.indexer import (
+    LightningIndexer,
+    indexers_from,
+    load_indexer,
+    new_indexer,
+    randomize,
+    read_indexer_weights,
+    weights_by_layer,
+)
+from dsa_compile.models.latent_attention import ATTENTION_NAME, Selection
+from dsa_compile.models.prepared import Preparation, PreparedModel
+
+RANDOM_SEED = 0
+
+
+def prepare_modules(model: Any, config: DSAConfig) -> None:
+    """Turn a stock model into a prepared one, in place; see `dsa_compile.prepare`."""
+    if isinstance(model, PreparedModel):
+        raise ConfigError(
+            f"{type(model).__name__} is prepared already (selector={model.dsa.selector!r}); load it again to "
+            "prepare it another way, or compile it with model.compile(backend='dsa')."
+        )
+    family = family_of(model)
+    _check_placement(model)
+    attentions = attention_modules(model)
+    selector, indexers = _choose_selector(model, family, attentions, config)
+    index_topk = config.index_topk or getattr(model.config, "index_topk", None) or DEFAULT_INDEX_TOPK
+    dims = tuple(
+        layer_dims(a, _indexer_dims(a, indexer) if selector == "indexer" else None)
+        for a, indexer in zip(attentions, indexers)
+    )
+    selection = Selection(
+        selector=selector,
+        index_topk=index_topk,
+        index_rope=family.rope_layout(model.config),
+        budget=config.select_budget,
+    )
+    experts = model.config._experts_implementation
+    if experts == "eager":
+        model.set_experts_implementation("grouped_mm")
+    model.set_attn_implementation(ATTENTION_NAME)
+    for attention, indexer in zip(attentions, indexers):
+        attention.selection = selection  # type: ignore[assignment]
+        if isinstance(indexer, LightningIndexer):
+            attention.indexer = indexer
+        elif indexer is not None:
+            indexer.selection = selection  # type: ignore[assignment]
+    for module in model.modules():
+        if replacement := family.classes.get(type(module)):
+            module.__class__ = replacement
+    model.dsa = Preparation(
+        family_type=family.model_type,
+        config=config,
+        selector=selector,
+        index_topk=index_topk,
+        dims=dims,
+        fingerprint=_fingerprint(model, attentions),
+    )
+
+
+def _fingerprint(model: Any, attentions: list[Any]) -> str:
+    """Names the weights whose latents a cache holds: the same checkpoint gives the same in every process."""
+    digest = hashlib.sha256(type(model).__name__.encode())
+    for attention in attentions:
+        row = attention.kv_a_proj_with_mqa.weight[0].detach()
+        if not row.is_meta:
+            digest.update(bytes(row.float().cpu().view(torch.uint8).tolist()))
+    return digest.hexdigest()
+
+
+def _check_placement(model: Any) -> None:
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: expected all parameters on one device, came {sorted(map(str, devices))}. "
+            "Move the model to one device before preparing it."
+        )
+
+
+def _indexer_dims(attention: Any, indexer: Any) -> IndexerDims | None:
+    return None if indexer is None else IndexerDims(n_heads=indexer.n_heads, head_dim=indexer.head_dim)
+
+
+def _choose_selector(
+    model: Any, family: Family, attentions: list[Any], config: DSAConfig
+) -> tuple[str, list[nn.Module | None]]:
+    """The selector, and for each layer the indexer it will have (of the class it has, or a new one)."""
+    present: list[nn.Module | None] = [getattr(a, "indexer", None) for a in attentions]
+    if config.selector in ("attention", "dense"):
+        return config.selector, present if family.native_indexer else [None] * len(attentions)
+    if family.native_indexer:
+        if config.indexer is not None:
+            _reload_native(family, attentions, config.indexer)
+        return "indexer", present
+    if config.indexer == "random":
+        return "indexer", _random_indexers(attentions, config)
+    if config.indexer is not None:
+        weights, source = _weights_of(config.indexer, family)
+        return "indexer", [*indexers_from(weights, attentions, family, source)]
+    checkpoint = Path(model.config.name_or_path or "")
+    weights = _checkpoint_weights(checkpoint, family)
+    if weights:
+        return "indexer", [*indexers_from(weights, attentions, family, str(checkpoint))]
+    raise IndexerWeightsError(
+        f"{type(model).__name__} is a dense model and its checkpoint ({checkpoint or 'none'}) holds no tensors "
+        f"{family.indexer_key}*. Three ways on: selector='dense' (latent cache and compilation, no selection); "
+        "selector='attention' (exact top-k by the model's own attention, slow); or indexer=<safetensors file, "
+        "checkpoint folder or state dict> with trained indexer weights (indexer='random' makes untrained ones)."
+    )
+
+
+def _checkpoint_weights(checkpoint: Path, family: Family) -> dict[str, torch.Tensor]:
+    """Indexer tensors of the folder that the model was loaded from; none where there is no such folder."""
+    if str(checkpoint) in ("", ".") or not checkpoint.is_dir():
+        return {}
+    return read_indexer_weights(checkpoint, family)
+
+
+def _weights_of(indexer: str | Path | Mapping[str, Any], family: Family) -> tuple[Mapping[str, torch.Tensor], str]:
+    if isinstance(indexer, Mapping):
+        return indexer, "indexer state dict"
+    weights = read_indexer_weights(indexer, family)
+    if not weights:
+        raise CheckpointError(f"{indexer}: holds no indexer tensors; looked for {family.indexer_key}*.")
+    return weights, str(indexer)
+
+
+def _random_indexers(attentions: list[Any], config: DSAConfig) -> list[nn.Module | None]:
+    dims = IndexerDims(n_heads=config.index_n_heads, head_dim=config.index_head_dim)
+    generator = torch.Generator().manual_seed(RANDOM_SEED)
+    indexers = [new_indexer(a, dims) for a in attentions]
+    for indexer in indexers:
+        randomize(indexer, generator)
+    return [*indexers]
+
+
+def _reload_native(family: Family, attentions: list[Any], source: str | Path | Mapping[str, Any]) -> None:
+    """Replace the weights of a model's own indexers, all or none."""
+    if source == "random":
+        raise ConfigError(f"indexer='random': {family.model_type} has trained indexers of its own; leave indexer= out.")
+    weights, name = _weights_of(source, family)
+    layers = weights_by_layer(weights, family)
+    owners = [a for a in attentions if a.indexer is not None]
+    for attention in owners:
+        copy = type(attention.indexer)(attention.config, attention.layer_idx)
+        load_indexer(copy, layers.get(attention.layer_idx, {}), f"{name}: layer {attention.layer_idx}")
+    for attention in owners:
+        load_indexer(attention.indexer, layers[attention.layer_idx], f"{name}: layer {attention.layer_idx}")

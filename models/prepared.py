@@ -1,0 +1,87 @@
+"""What `generate`, `compile` and copying need to know of a prepared model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dsa_compile.cache import DSACache
+from dsa_compile.config import DSAConfig
+from dsa_compile.dims import LayerDims
+from dsa_compile.errors import InputError
+
+CAPACITY_STEP = 256
+"""Caches that `generate` makes hold a multiple of this many slots, so that calls of similar length share a graph."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What `prepare` decided. ``fingerprint`` names the weights' owner: copies of a model share it."""
+
+    family_type: str
+    config: DSAConfig
+    selector: str
+    index_topk: int
+    dims: tuple[LayerDims, ...]
+    fingerprint: str
+
+
+class PreparedModel:
+    """Mixin of the model class of every family."""
+
+    dsa: Preparation
+    dsa_guard: Any  # dsa_compile.guard.Guard, one level up
+    _compiled_call_impl: Callable[..., Any] | None
+
+    def make_cache(self, batch_size: int = 1, capacity: int | None = None) -> DSACache:
+        """An empty cache for this model, on its device and in its dtype.
+
+        ``capacity``: slots per sequence; None takes ``CacheConfig.capacity``, else the model's context length.
+        """
+        capacity = capacity or self.dsa.config.cache.capacity or self.config.max_position_embeddings  # type: ignore[attr-defined]
+        return DSACache(
+            self.dsa.dims,
+            batch_size=batch_size,
+            capacity=capacity,
+            dtype=self.dtype,  # type: ignore[attr-defined]
+            device=self.device,  # type: ignore[attr-defined]
+            fingerprint=self.dsa.fingerprint,
+        )
+
+    def cache_for(self, batch_size: int, tokens: int) -> DSACache:
+        """A cache that takes at least ``tokens``, or what ``CacheConfig.capacity`` says."""
+        stepped = -(-max(tokens, 1) // CAPACITY_STEP) * CAPACITY_STEP
+        return self.make_cache(batch_size, self.dsa.config.cache.capacity or stepped)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the forward in place, inside the guard. Arguments as for ``torch.compile``."""
+        self.dsa_guard.compile(*args, **kwargs)
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        raise InputError(
+            f"set_attn_implementation({attn_implementation!r}): this model was prepared by dsa_compile and its "
+            "attention is latent. Load the model again to use another implementation."
+        )
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        return False  # the guard compiles
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
+    ) -> None:
+        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+            super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, mode, batch_size, max_cache_length
+            )
+            return
+        if generation_config.cache_implementation not in (None, "dynamic", "static"):
+            raise InputError(
+                f"generate(cache_implementation={generation_config.cache_implementation!r}): an optimized model keeps "
+                "its tokens in a DSACache. Leave cache_implementation out."
+            )
+        rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+        model_kwargs["past_key_values"] = self.cache_for(rows, max_cache_length)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        if "dsa_guard" in state:
+            self._compiled_call_impl = self.dsa_guard

@@ -1,0 +1,1 @@
+"""FX to FX: one file per pass, `pipeline` holds their order."""

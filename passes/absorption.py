@@ -1,0 +1,82 @@
+"""Absorbed attention as nodes: the halves of kv_b_proj move to the query and the output side."""
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from dsa_compile.passes.base import arguments, emit, erase_dead, value_of
+
+
+def replace_by_sparse_mla(graph: Graph, mla: Node) -> Node:
+    """``dsa::mla`` -> einsum, ``dsa::sparse_mla``, einsum, with the same visibility and selection."""
+    args = arguments(mla)
+    latent = latent_pool(graph, mla, args["c_kv"], args["k_pe"])
+    result: Node = emit(
+        graph,
+        mla,
+        _absorbed,
+        args["q"],
+        latent,
+        args["kv_b_weight"],
+        args["visible"],
+        args["mask"],
+        args["topk_indices"],
+        n_heads=int(value_of(args["q"]).shape[1]),
+        nope=args["nope"],
+        scale=args["scale"],
+    )
+    mla.replace_all_uses_with(result)
+    graph.erase_node(mla)
+    erase_dead(graph, args["c_kv"], args["k_pe"])
+    return result
+
+
+def _absorbed(
+    q: Tensor,
+    latent: Tensor,
+    kv_b_weight: Tensor,
+    visible: Tensor | None,
+    mask: Tensor | None,
+    topk_indices: Tensor | None,
+    *,
+    n_heads: int,
+    nope: int,
+    scale: float,
+) -> Tensor:
+    weight = kv_b_weight.unflatten(0, (n_heads, -1))
+    q_absorbed = torch.einsum("bhtn,hnr->bthr", q[..., :nope], weight[:, :nope])
+    q_pe = q[..., nope:].transpose(1, 2)
+    out = torch.ops.dsa.sparse_mla.default(q_absorbed, q_pe, latent, visible, mask, topk_indices, scale)
+    return torch.einsum("bthr,hvr->bthv", out[0], weight[:, nope:])
+
+
+def latent_pool(graph: Graph, before: Node, c_kv: Node, k_pe: Node) -> Node:
+    """The tensor [B, S, R+P] that c_kv and k_pe are the halves of, or their concatenation."""
+    base = pool_of(c_kv)
+    rank, rope = value_of(c_kv).shape[-1], value_of(k_pe).shape[-1]
+    if (
+        base is not None
+        and base is pool_of(k_pe)
+        and value_of(base).shape[-1] == rank + rope
+        and _last_slice(c_kv) in (slice(None, rank), slice(0, rank))
+        and _last_slice(k_pe) in (slice(rank, None), slice(rank, rank + rope))
+    ):
+        return base
+    joined: Node = emit(graph, before, lambda a, b: torch.cat([a, b], -1), c_kv, k_pe)
+    return joined
+
+
+def pool_of(rows: Node) -> Node | None:
+    """The node that ``rows`` is a slice of the last dimension of."""
+    if rows.op == "call_function" and rows.target is operator.getitem and _last_slice(rows) is not None:
+        return rows.args[0] if isinstance(rows.args[0], Node) else None
+    return None
+
+
+def _last_slice(rows: Node) -> Any:
+    index = rows.args[1]
+    plain = isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice)
+    return index[1] if plain else None  # type: ignore[index]

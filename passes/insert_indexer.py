@@ -1,0 +1,193 @@
+"""Give a dense layer its selection.
+
+Before::
+
+    dsa.cache_write(latent, index_keys, slots, c_kv, k_pe, None)
+    out = dsa.mla(q, c_kv, k_pe, kv_b_weight, visible, None, None, nope, scale, indexer_params, K, rope)
+
+After::
+
+    iq, ik, iw = project(x, q_latent, cos, sin, *indexer_params)
+    dsa.cache_write(latent, index_keys, slots, c_kv, k_pe, ik)
+    topk = dsa.select(iq, iw, index_keys, visible, None, K, DI ** -0.5, budget)
+    out = dsa.mla(q, c_kv, k_pe, kv_b_weight, visible, None, topk, nope, scale, [], 0, rope)
+
+With no parameters but a K, or ``selector="attention"`` among the options, the selection is ``dsa.select_attention`` of
+the layer's own queries and keys. Without a cache the index keys are compacted instead of written.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from dsa_compile import compat
+from dsa_compile.config import DEFAULT_INDEX_TOPK
+from dsa_compile.lowering.cache_write.compact import compact_rows
+from dsa_compile.lowering.select.projections import project
+from dsa_compile.passes.absorption import pool_of
+from dsa_compile.passes.base import (
+    Context,
+    GraphPass,
+    Refused,
+    ancestors,
+    arguments,
+    attention_path,
+    emit,
+    is_linear,
+    is_op,
+    set_arguments,
+    target_name,
+    value_of,
+)
+
+
+@dataclass(frozen=True)
+class _Match:
+    """``x``, ``q_latent`` and ``rope`` (cos and sin, or one complex node) are None for the exact selection."""
+
+    mla: Node
+    index_topk: int
+    x: Node | None = None
+    q_latent: Node | None = None
+    rope: tuple[Node, ...] = ()
+    write: Node | None = None
+
+
+class InsertIndexer(GraphPass):
+    """A dense ``dsa::mla`` that asks for a selection gets one. Numerics: changes, unless K covers every slot."""
+
+    name = "insert_indexer"
+    numerics = "changes"
+
+    def candidates(self, graph: Graph) -> list[Node]:
+        return [n for n in graph.nodes if is_op(n, "mla")]
+
+    def match(self, node: Node, context: Context) -> _Match:
+        args, config = arguments(node), context.config
+        if args["topk_indices"] is not None:
+            raise Refused("has a selection already", node)
+        if args["index_topk"] == 0 and config.selector != "attention":
+            raise Refused("no selector: attention stays dense", node)
+        index_topk = args["index_topk"] or config.index_topk or DEFAULT_INDEX_TOPK
+        if not args["indexer_params"]:
+            return _Match(node, index_topk)
+        path = attention_path(node)
+        x = _input_of(node.graph, f"{path}.kv_a_proj_with_mqa")
+        if x is None:
+            raise Refused(f"no projection {path}.kv_a_proj_with_mqa in the graph", node)
+        q_latent = _input_of(node.graph, f"{path}.q_b_proj") or _input_of(node.graph, f"{path}.q_proj")
+        if q_latent is None:
+            raise Refused(f"no projection {path}.q_b_proj or {path}.q_proj in the graph", node)
+        rope = _rotary_outputs(node.graph)
+        if not rope:
+            raise Refused("no cos and sin (or complex frequencies) that come out of a rotary_emb module", node)
+        return _Match(node, index_topk, x, q_latent, rope, _write_of(args["c_kv"]))
+
+    def rewrite(self, graph: Graph, match: _Match, context: Context) -> str:
+        args, budget = arguments(match.mla), context.config.select_budget
+        if match.x is None:
+            topk = emit(
+                graph,
+                match.mla,
+                torch.ops.dsa.select_attention.default,
+                args["q"],
+                args["c_kv"],
+                args["k_pe"],
+                args["kv_b_weight"],
+                args["visible"],
+                args["mask"],
+                args["nope"],
+                args["scale"],
+                match.index_topk,
+                budget,
+            )
+            became = f"dsa::select_attention of {match.index_topk}"
+        else:
+            topk = _emit_indexer(graph, match, budget)
+            became = f"dsa::select of {match.index_topk}"
+        set_arguments(match.mla, topk_indices=topk, indexer_params=[], index_topk=0)
+        return became
+
+
+def _emit_indexer(graph: Graph, match: _Match, budget: int) -> Node:
+    args = arguments(match.mla)
+    params = args["indexer_params"]
+    n_heads, head_dim = value_of(params[4]).shape[0], value_of(params[1]).shape[0]
+    place = match.write or match.mla
+    cos, sin = match.rope if len(match.rope) == 2 else emit(graph, place, _real_rope, *match.rope, match.x)
+    q, key, weights = emit(
+        graph,
+        place,
+        project,
+        match.x,
+        match.q_latent,
+        cos,
+        sin,
+        *params,
+        n_heads=n_heads,
+        head_dim=head_dim,
+        rope_dim=value_of(args["k_pe"]).shape[-1],
+        layout=args["index_rope"],
+    )
+    if match.write is None:
+        keys = emit(graph, match.mla, compact_rows, key, args["visible"])
+    else:
+        set_arguments(match.write, index_key=key)
+        keys = arguments(match.write)["index_keys"]
+    topk: Node = emit(
+        graph,
+        match.mla,
+        torch.ops.dsa.select.default,
+        q,
+        weights,
+        keys,
+        args["visible"],
+        args["mask"],
+        match.index_topk,
+        head_dim**-0.5,
+        budget,
+    )
+    return topk
+
+
+def _real_rope(freqs: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [B or 1, T, P], two equal halves, of complex frequencies [B or 1, T, P/2] (DeepSeek-V2)."""
+    parts = torch.view_as_real(freqs).to(like.dtype)
+    cos, sin = parts[..., 0], parts[..., 1]
+    return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+
+
+def _input_of(graph: Graph, module_path: str) -> Node | None:
+    """What the linear layer at ``module_path`` is applied to."""
+    for node in graph.nodes:
+        if is_linear(node) and attention_path(node) == module_path:
+            return node.args[0]
+    return None
+
+
+def _rotary_outputs(graph: Graph) -> tuple[Node, ...]:
+    """(cos, sin) or (complex frequencies,) that a ``rotary_emb`` module hands to the layers, else ()."""
+    made = [n for n in graph.nodes if _in_rotary(n) and any(not _in_rotary(u) for u in n.users)]
+    if len(made) == 1 and value_of(made[0]).is_complex():
+        return (made[0],)
+    kinds = {kind: n for n in made if (kind := _trigonometric(n))}
+    return (kinds["cos"], kinds["sin"]) if {"cos", "sin"} <= set(kinds) else ()
+
+
+def _in_rotary(node: Node) -> bool:
+    return any(path.endswith("rotary_emb") for path, _ in compat.module_stack(node))
+
+
+def _trigonometric(node: Node) -> str | None:
+    for above in ancestors(node):
+        if target_name(above) in ("cos", "sin"):
+            return target_name(above)
+    return None
+
+
+def _write_of(c_kv: Node) -> Node | None:
+    """The cache write into the pool that ``c_kv`` is a slice of."""
+    pool = pool_of(c_kv)
+    writes = [u for u in pool.users if is_op(u, "cache_write") and u.args[0] is pool] if pool is not None else []
+    return writes[0] if writes else None

@@ -1,0 +1,153 @@
+"""From the mask graphs of transformers to what dsa:: ops take: ``visible`` where they are ranges, else the mask."""
+
+# mypy: disable-error-code="union-attr, arg-type, return-value, assignment, index, misc, call-overload, attr-defined"
+# fx types every argument as one wide union; matching narrows it by the names of the operators around it
+
+import math
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dsa_compile.passes.base import emit, target_name, value_of
+
+
+@dataclass(frozen=True)
+class _Ranges:
+    """A mask that is ``causal`` (row t sees up to ``q_positions[t]``) and, with ``documents`` [B, T], within one."""
+
+    q_positions: Node
+    documents: Node | None
+
+
+def visibility(mask: Node | None, query: Node, is_causal: bool, before: Node) -> tuple[Node | None, Node | None]:
+    """(visible, mask) of an attention call; one of them is None, both where everything is visible.
+
+    Args:
+        mask: bool[B or 1, 1, T, S], True for what a row sees, or None.
+        query: [B, H, T, D]. is_causal: SDPA's flag, top-left aligned, read where there is no mask.
+        before: where new nodes go if there is no mask; else they follow the mask, once for all its readers.
+    """
+    if mask is None:
+        return (emit(query.graph, before, _causal, query) if is_causal else None), None
+    if "dsa_visible" not in mask.meta:
+        mask.meta["dsa_visible"] = _emit_visible(mask, query)
+    visible = mask.meta["dsa_visible"]
+    return (visible, None) if visible is not None else (None, mask)
+
+
+def split_selection(mask: Node | None) -> tuple[Node | None, Node | None]:
+    """(base mask, topk_indices) of ``base & ~scatter(ones, -1, topk_indices.long(), False)``, else (mask, None)."""
+    if mask is not None and target_name(mask) in ("and_", "__and__"):
+        for base, other in (mask.args[:2], mask.args[1::-1]):
+            if isinstance(base, Node) and (topk := _inverted_scatter(other)) is not None:
+                return base, topk
+    return mask, None
+
+
+def _inverted_scatter(node: object) -> Node | None:
+    chain = ("invert", "unsqueeze", "scatter")
+    for name in chain:
+        if not isinstance(node, Node) or target_name(node) != name:
+            return None
+        scatter, node = node, node.args[0]
+    if target_name(node) != "new_ones" or scatter.args[1] != -1 or scatter.args[3] is not False:
+        return None
+    index = scatter.args[2]
+    widened = isinstance(index, Node) and target_name(index) in ("long", "to")
+    return index.args[0] if widened else None
+
+
+def _emit_visible(mask: Node, query: Node) -> Node | None:
+    ranges = _read(mask)
+    if ranges is None:
+        return None
+    visible: Node = emit(query.graph, mask.next, _ranges, ranges.q_positions, ranges.documents, mask)
+    return visible
+
+
+def _ranges(q_positions: Tensor, documents: Tensor | None, mask: Tensor) -> Tensor:
+    end = (q_positions + 1).to(torch.int32).unsqueeze(0)
+    start = torch.zeros_like(end)
+    if documents is not None:
+        # documents are numbered in ascending order, so the first of its kind is where a row's own begins
+        start = torch.searchsorted(documents, documents).to(torch.int32)
+        end = end.expand_as(start)
+    return torch.stack([start, end], -1).unsqueeze(1).expand(mask.size(0), -1, -1, -1)
+
+
+def _causal(query: Tensor) -> Tensor:
+    end = torch.arange(1, query.size(2) + 1, dtype=torch.int32, device=query.device)
+    return torch.stack([torch.zeros_like(end), end], -1).expand(query.size(0), 1, -1, -1)
+
+
+def _read(mask: Node) -> _Ranges | None:
+    """The ranges of a mask made of ``le`` and at most one document comparison; None for any other."""
+    q_positions, documents = None, None
+    for term in _terms(mask):
+        if _is_true(term):
+            continue
+        if target_name(term) == "le" and q_positions is None:
+            q_positions = _positions(term.args[1], query=True)
+            if q_positions is None or not _counts_from_zero(_positions(term.args[0], query=False)):
+                return None
+        elif target_name(term) == "eq" and documents is None:
+            documents = _documents(term)
+            if documents is None:
+                return None
+        else:
+            return None
+    if q_positions is None or (documents is not None and not _counts_from_zero(q_positions)):
+        return None
+    return _Ranges(q_positions, documents)
+
+
+def _terms(node: Node) -> list[Node]:
+    """The conjuncts of a mask, past moves and broadcasts."""
+    name = target_name(node)
+    if name in ("expand", "to", "contiguous") and isinstance(node.args[0], Node):
+        return _terms(node.args[0])
+    if name in ("and_", "__and__", "logical_and"):
+        return [t for side in node.args[:2] if isinstance(side, Node) for t in _terms(side)]
+    return [node]
+
+
+def _is_true(node: Node) -> bool:
+    return target_name(node) == "new_ones" and math.prod(value_of(node).shape) == 1
+
+
+def _positions(node: object, *, query: bool) -> Node | None:
+    """The 1-D tensor that was broadcast to [1, 1, T, 1] (queries) or [1, 1, 1, S] (keys)."""
+    if not isinstance(node, Node) or node.target is not operator.getitem:
+        return None
+    whole = slice(None)
+    wanted = (None, None, whole, None) if query else (None, None, None, whole)
+    source = node.args[0]
+    return source if node.args[1] == wanted and isinstance(source, Node) else None
+
+
+def _counts_from_zero(node: Node | None) -> bool:
+    """Whether a node is ``arange(n)``, or that plus a constant zero."""
+    while node is not None and target_name(node) == "add" and node.args[1] == 0 and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node is not None and target_name(node) == "arange" and len(node.args) == 1
+
+
+def _documents(term: Node) -> Node | None:
+    """``documents`` [B, T] of ``documents[b, q] == documents[b, k]``, where it is a running count."""
+    sides = term.args[:2]
+    if not all(isinstance(s, Node) and s.target is operator.getitem for s in sides):
+        return None
+    query, key = sides
+    source = query.args[0]
+    index = [s.args[1] for s in sides]
+    if key.args[0] is not source or not all(isinstance(i, tuple) and len(i) == 2 for i in index):
+        return None
+    if _positions(index[0][1], query=True) is None or _positions(index[1][1], query=False) is None:
+        return None
+    counted = (
+        isinstance(source, Node) and target_name(source) == "cumsum" and value_of(source.args[0]).dtype == torch.bool
+    )
+    return source if counted else None

@@ -1,0 +1,64 @@
+"""The models and inputs that end-to-end tests share."""
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dsa_compile
+from dsa_compile.models.miniature import miniature
+
+TOPK = 8
+NATIVE = ("deepseek_v32", "glm_moe_dsa")
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2_lite": ("deepseek_v2", {"q_lora_rank": None}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v32": ("deepseek_v32", {}),
+    "glm_moe_dsa": ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full"]}),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
+}
+LENGTHS = (1, TOPK - 1, TOPK, TOPK + 1, 2 * TOPK + 3, 5 * TOPK)
+ATOL = 2e-4
+
+
+@functools.cache
+def stock(case: str, device: torch.device, layers: int = 3) -> Any:
+    """A stock miniature; do not change it."""
+    family, overrides = FAMILIES[case]
+    if "indexer_types" in overrides:
+        overrides = overrides | {"indexer_types": overrides["indexer_types"][:layers]}
+    return miniature(family, num_hidden_layers=layers, **overrides).to(device)
+
+
+def optimized(case: str, device: torch.device, lowering: str = "eager", layers: int = 3, **fields: Any) -> Any:
+    """An optimized copy whose selection is the stock model's: its own indexers, or dense."""
+    if FAMILIES[case][0] not in NATIVE:
+        fields.setdefault("selector", "dense")
+    return dsa_compile.optimize(copy.deepcopy(stock(case, device, layers)), lowering=lowering, **fields)
+
+
+def token_ids(batch: int, length: int, device: torch.device, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 128, (batch, length), generator=generator).to(device)
+
+
+def left_padded(batch: int, length: int, device: torch.device) -> dict[str, Tensor]:
+    """Mask and positions of a batch whose sequence b lacks its first 3 * b columns."""
+    mask = torch.ones(batch, length, dtype=torch.long, device=device)
+    for row in range(batch):
+        mask[row, : min(3 * row, length - 1)] = 0
+    return with_positions(mask)
+
+
+def with_positions(mask: Tensor) -> dict[str, Tensor]:
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+
+
+def assert_rows_equal(ours: Tensor, theirs: Tensor, mask: Tensor | None = None, atol: float = ATOL) -> None:
+    """Logits [B, T, vocab] agree on the rows that hold a token."""
+    if mask is not None:
+        ours, theirs = ours[mask.bool()], theirs[mask.bool()]
+    torch.testing.assert_close(ours.double(), theirs.double(), atol=atol, rtol=0)
