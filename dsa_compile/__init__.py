@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from dsa_compile.api import optimize, prepare
     from dsa_compile.cache import DSACache
     from dsa_compile.config import CacheConfig, DSAConfig
-    from dsa_compile.explain import explain
+    from dsa_compile.explanation import explain
     from dsa_compile.report import recent_reports
 
 __version__ = "0.1.0"
@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "optimize": "api",
     "prepare": "api",
-    "explain": "explain",
+    "explain": "explanation",
     "DSAConfig": "config",
     "CacheConfig": "config",
     "DSACache": "cache",

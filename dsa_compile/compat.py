@@ -44,6 +44,16 @@ def fake_mode_of(gm: GraphModule) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def constant_of(value: Any) -> float | None:
+    """A number as it is, or the float behind a symbol, which Dynamo then guards on; None if only a run knows it."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    try:
+        return float(value) if isinstance(value, (int, float, torch.SymFloat)) else None
+    except GuardOnDataDependentSymNode:
+        return None
+
+
 def module_stack(node: Node) -> list[tuple[str, str]]:
     """Modules that a node was traced in, outermost first: (path without the root, class name)."""
     stack = node.meta.get("nn_module_stack") or {}

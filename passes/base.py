@@ -112,6 +112,11 @@ def value_of(node: Node) -> Any:
     return node.meta["example_value"]
 
 
+def constant(argument: object) -> float | None:
+    """A float argument, also where ``dynamic=True`` made an input of it; None if it is known to a run alone."""
+    return compat.constant_of(value_of(argument) if isinstance(argument, Node) else argument)
+
+
 def attention_path(node: Node) -> str:
     """Path of the module whose forward made the node, such as ``model.layers.1.self_attn``."""
     stack = compat.module_stack(node)
@@ -192,13 +197,28 @@ def erase_dead(graph: Graph, *roots: Any) -> None:
         todo += inputs
 
 
+_IN_PLACE = {"setitem", "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift"}
+_IN_PLACE |= {"isub", "itruediv", "ixor"}
+"""Operators of Python that change their first operand."""
+
+
 def mutates(node: Node) -> bool:
     """Whether a node changes one of its inputs."""
     if isinstance(node.target, torch._ops.OpOverload):
         return bool(node.target._schema.is_mutable)
     name = target_name(node)
     in_place = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_", "is_")
-    return in_place or name in ("setitem", "__setitem__") or node.kwargs.get("out") is not None
+    by_keyword = node.kwargs.get("out") is not None or node.kwargs.get("inplace") is True
+    return in_place or by_keyword or name.strip("_") in _IN_PLACE
+
+
+def refuse_writes(start: Node, end: Node, but: tuple[Node, ...] = ()) -> None:
+    """Refuse to read at ``end`` what ``start`` read, if a node other than ``but`` writes in place in between."""
+    node = start
+    while node is not end:
+        if mutates(node) and node not in but:
+            raise Refused(f"{node} writes in place before attention reads", node)
+        node = node.next
 
 
 def ancestors(node: Node) -> Iterator[Node]:

@@ -32,9 +32,9 @@ def visibility(mask: Node | None, query: Node, is_causal: bool, before: Node) ->
     """
     if mask is None:
         return (emit(query.graph, before, _causal, query) if is_causal else None), None
-    if "dsa_visible" not in mask.meta:
-        mask.meta["dsa_visible"] = _emit_visible(mask, query)
-    visible = mask.meta["dsa_visible"]
+    visible = mask.meta.get("dsa_visible")
+    if visible is None or visible.graph is not mask.graph or visible._erased:
+        visible = mask.meta["dsa_visible"] = _emit_visible(mask, query)
     return (visible, None) if visible is not None else (None, mask)
 
 
@@ -64,23 +64,26 @@ def _emit_visible(mask: Node, query: Node) -> Node | None:
     ranges = _read(mask)
     if ranges is None:
         return None
-    visible: Node = emit(query.graph, mask.next, _ranges, ranges.q_positions, ranges.documents, mask)
+    batch, place = value_of(mask).shape[0], mask.next
+    if not isinstance(batch, int):
+        batch = emit(query.graph, place, lambda m: m.size(0), mask)
+    visible: Node = emit(query.graph, place, _ranges, ranges.q_positions, ranges.documents, batch)
     return visible
 
 
-def _ranges(q_positions: Tensor, documents: Tensor | None, mask: Tensor) -> Tensor:
+def _ranges(q_positions: Tensor, documents: Tensor | None, batch: int) -> Tensor:
     end = (q_positions + 1).to(torch.int32).unsqueeze(0)
     start = torch.zeros_like(end)
     if documents is not None:
         # documents are numbered in ascending order, so the first of its kind is where a row's own begins
         start = torch.searchsorted(documents, documents).to(torch.int32)
         end = end.expand_as(start)
-    return torch.stack([start, end], -1).unsqueeze(1).expand(mask.size(0), -1, -1, -1)
+    return torch.stack([start, end], -1).unsqueeze(1).expand(batch, -1, -1, -1)
 
 
 def _causal(query: Tensor) -> Tensor:
-    end = torch.arange(1, query.size(2) + 1, dtype=torch.int32, device=query.device)
-    return torch.stack([torch.zeros_like(end), end], -1).expand(query.size(0), 1, -1, -1)
+    end = torch.ones_like(query[:, 0, :, 0], dtype=torch.int32).cumsum(-1, dtype=torch.int32)
+    return torch.stack([torch.zeros_like(end), end], -1).unsqueeze(1)
 
 
 def _read(mask: Node) -> _Ranges | None:
@@ -120,12 +123,15 @@ def _is_true(node: Node) -> bool:
 
 def _positions(node: object, *, query: bool) -> Node | None:
     """The 1-D tensor that was broadcast to [1, 1, T, 1] (queries) or [1, 1, 1, S] (keys)."""
-    if not isinstance(node, Node) or node.target is not operator.getitem:
-        return None
     whole = slice(None)
-    wanted = (None, None, whole, None) if query else (None, None, None, whole)
-    source = node.args[0]
-    return source if node.args[1] == wanted and isinstance(source, Node) else None
+    return _broadcast(node, (None, None, whole, None) if query else (None, None, None, whole))
+
+
+def _broadcast(node: object, wanted: tuple[slice | None, ...]) -> Node | None:
+    """What ``node`` is a view of, if it indexes with ``wanted``."""
+    if not isinstance(node, Node) or node.target is not operator.getitem or node.args[1] != wanted:
+        return None
+    return node.args[0] if isinstance(node.args[0], Node) else None
 
 
 def _counts_from_zero(node: Node | None) -> bool:
@@ -137,17 +143,21 @@ def _counts_from_zero(node: Node | None) -> bool:
 
 def _documents(term: Node) -> Node | None:
     """``documents`` [B, T] of ``documents[b, q] == documents[b, k]``, where it is a running count."""
-    sides = term.args[:2]
-    if not all(isinstance(s, Node) and s.target is operator.getitem for s in sides):
+    query, key = term.args[:2]
+    source, queries = _lookup(query, query=True)
+    if source is None or _lookup(key, query=False) != (source, queries):
         return None
-    query, key = sides
-    source = query.args[0]
-    index = [s.args[1] for s in sides]
-    if key.args[0] is not source or not all(isinstance(i, tuple) and len(i) == 2 for i in index):
+    if target_name(source) != "cumsum" or source.args[1:] != (-1,) or value_of(source).dim() != 2:
         return None
-    if _positions(index[0][1], query=True) is None or _positions(index[1][1], query=False) is None:
-        return None
-    counted = (
-        isinstance(source, Node) and target_name(source) == "cumsum" and value_of(source.args[0]).dtype == torch.bool
-    )
-    return source if counted else None
+    return source if value_of(source.args[0]).dtype == torch.bool else None
+
+
+def _lookup(node: object, *, query: bool) -> tuple[Node | None, Node | None]:
+    """(table, batch index) of ``table[arange(B)[:, None, None, None], arange(n)[...]]``, else Nones."""
+    index = node.args[1] if isinstance(node, Node) and node.target is operator.getitem else None
+    if not isinstance(index, tuple) or len(index) != 2 or not isinstance(node.args[0], Node):
+        return None, None
+    rows = _broadcast(index[0], (slice(None), None, None, None))
+    if not _counts_from_zero(rows) or not _counts_from_zero(_positions(index[1], query=query)):
+        return None, None
+    return node.args[0], rows

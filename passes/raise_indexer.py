@@ -12,13 +12,13 @@ After::
     topk   = dsa.select(q, weights, k, visible, mask, K, scale, budget)
     out    = dsa.mla(..., topk, ...)
 
-The graph's own RoPE, whatever its layout, stays in front of q and k.
+The graph's own RoPE, whatever its layout, stays in front of q and k. K is the model's, or ``index_topk`` among the
+options.
 """
 
 # mypy: disable-error-code="union-attr, arg-type, return-value, assignment, index, misc, call-overload, attr-defined"
 # fx types every argument as one wide union; matching narrows it by the names of the operators around it
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,12 @@ from dsa_compile.passes.base import (
     GraphPass,
     Refused,
     arguments,
+    constant,
     emit,
     erase_dead,
     is_dsa_op,
     is_op,
+    refuse_writes,
     target_name,
 )
 from dsa_compile.passes.masks import visibility
@@ -52,7 +54,7 @@ class _Match:
 
 
 class RaiseIndexer(GraphPass):
-    """Scores, mask and top-k -> ``dsa::select``. Numerics: exact but for ties, which go to the lower slot."""
+    """Scores, mask and top-k -> ``dsa::select``. Numerics: exact given K, but for ties, which go to the lower slot."""
 
     name = "raise_indexer"
     numerics = "exact"
@@ -65,21 +67,24 @@ class RaiseIndexer(GraphPass):
         readers = tuple(node.users)
         if not all(is_op(u, "mla") for u in readers):
             raise Refused("the selection is read by more than attention", node)
-        topk = _above(_above(node, "to"), operator.getitem)
-        if topk.args[0] is None or target_name(topk) != "topk":
-            raise Refused("the selection does not come out of topk", node)
+        topk = _call(_call(node, "to", torch.int32), "getitem", 1)
+        _call(topk, "topk")
         masked = _operand(topk, 0, "masked_fill")
         mask = _operand(_operand(masked, 1, "invert"), 0, "getitem")
         if masked.args[2] != float("-inf") or mask.args[1] != (slice(None), 0, slice(None), slice(None)):
             raise Refused("the scores are masked in an unknown way", masked)
+        if topk.args[2:] or topk.kwargs != {"dim": -1}:
+            raise Refused("topk is not of the largest scores of a row", topk)
         product = _operand(_operand(masked, 0, "squeeze"), 0, "matmul")
         weights = _operand(product, 0, "unsqueeze")
         scaled = _operand(_operand(product, 1, "relu"), 0, "mul")
         scores = _operand(scaled, 0, "matmul")
         q = _operand(scores, 0, "float")
         keys = _operand(_operand(_operand(scores, 1, "unsqueeze"), 0, "float"), 0, "transpose")
-        if not isinstance(scaled.args[1], float) or keys.args[1:] != (-1, -2):
+        scale = constant(scaled.args[1])
+        if scale is None or keys.args[1:] != (-1, -2):
             raise Refused("the scores are not q . k times a constant", scaled)
+        refuse_writes(scores, min(readers))
         return _Match(
             node,
             q.args[0],
@@ -87,8 +92,8 @@ class RaiseIndexer(GraphPass):
             keys.args[0],
             mask.args[0],
             readers,
-            _configured_topk(topk),
-            scaled.args[1],
+            context.config.index_topk or _configured_topk(topk),
+            scale,
         )
 
     def rewrite(self, graph: Graph, match: _Match, context: Context) -> str:
@@ -113,9 +118,10 @@ class RaiseIndexer(GraphPass):
         return f"dsa::select of {match.index_topk}"
 
 
-def _above(node: Node, target: Any) -> Node:
-    if target not in (node.target, target_name(node)) or not isinstance(node.args[0], Node):
-        raise Refused(f"expected {getattr(target, '__name__', target)}, found {target_name(node)}", node)
+def _call(node: Node, name: str, *rest: Any) -> Node:
+    """The first input of ``node``, which must call ``name`` with ``rest`` behind it."""
+    if target_name(node) != name or (rest and node.args[1:] != rest) or not isinstance(node.args[0], Node):
+        raise Refused(f"the selection does not come out of topk: expected {name}, found {target_name(node)}", node)
     return node.args[0]
 
 

@@ -20,8 +20,8 @@ and packed masks become ``visible``; any other stays a mask; the scattered selec
 # fx types every argument as one wide union; matching narrows it by the names of the operators around it
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,21 +32,30 @@ from dsa_compile.passes.base import (
     GraphPass,
     Refused,
     attention_path,
+    constant,
     emit,
     erase_dead,
     is_linear,
+    refuse_writes,
     target_name,
     value_of,
 )
 from dsa_compile.passes.masks import split_selection, visibility
+
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+"""Positional parameters of scaled_dot_product_attention."""
 
 
 @dataclass(frozen=True)
 class _Match:
     linear: Node
     sdpa: Node
+    query: Node
+    value: Node
     k_rope: Node
-    writes: tuple[Node, ...]
+    writes: tuple[Node, Node]
+    mask: Node | None
+    is_causal: bool
     nope: int
     scale: float
 
@@ -58,52 +67,38 @@ class RaiseMLA(GraphPass):
     numerics = "exact"
 
     def candidates(self, graph: Graph) -> list[Node]:
-        return [n for n in graph.nodes if is_linear(n) and attention_path(n).endswith(".kv_b_proj")]
+        return [n for n in graph.nodes if is_linear(n) and attention_path(n).split(".")[-1] == "kv_b_proj"]
 
     def where(self, node: Node) -> str:
-        return attention_path(node).removesuffix(".kv_b_proj")
+        return attention_path(node).removesuffix("kv_b_proj").removesuffix(".")
 
     def match(self, node: Node, context: Context) -> _Match:
-        if len(node.args) > 2 and node.args[2] is not None:
-            raise Refused("kv_b_proj has a bias", node)
-        view = _only_user(node, "view")
-        split = next((u for u in _only_user(view, "transpose").users if target_name(u) == "split"), None)
-        if split is None:
-            raise Refused("the expanded keys and values are not split into keys and values", view)
-        nope_part, value = _halves(split)
+        nope_part, value = _expanded(node)
         sdpa = _attention_over(value)
-        key = sdpa.args[1]
-        writes = _written_halves(key)
+        call: dict[str, Any] = dict(zip(_SDPA, sdpa.args)) | dict(sdpa.kwargs)
+        nope, key = value_of(nope_part).shape[-1], call["key"]
+        writes = _written_halves(key, nope)
         if writes is None or writes[0].args[1] is not nope_part:
             raise Refused("the keys are not made of the latent's and the rope key's halves", sdpa)
-        k_rope = writes[1].args[1]
-        while isinstance(k_rope, Node) and target_name(k_rope) == "expand":
-            k_rope = k_rope.args[0]
-        if not isinstance(k_rope, Node) or value_of(k_rope).shape[1] != 1:
-            raise Refused("the rope key is not one for all heads", sdpa)
-        _check_readers(split, {nope_part, value}, key)
-        if sdpa.kwargs.get("dropout_p", 0.0) != 0.0:
-            raise Refused(f"attention dropout {sdpa.kwargs['dropout_p']}", sdpa)
-        if sdpa.kwargs.get("enable_gqa"):
-            raise Refused("grouped queries", sdpa)
-        mask = sdpa.kwargs.get("attn_mask")
-        if isinstance(mask, Node) and value_of(mask).dtype != torch.bool:
-            raise Refused(f"a mask of {value_of(mask).dtype}; only bool masks say who sees whom", sdpa)
-        scale = sdpa.kwargs.get("scale") or value_of(key).shape[-1] ** -0.5
-        return _Match(node, sdpa, k_rope, writes, value_of(nope_part).shape[-1], scale)
+        k_rope = _shared_by_heads(writes[1].args[1], node.args[0], sdpa)
+        _check_readers((nope_part, value), key)
+        refuse_writes(node, sdpa, but=writes)
+        mask, is_causal = _check_call(call, sdpa)
+        scale = call.get("scale")
+        scale = value_of(key).shape[-1] ** -0.5 if scale is None else constant(scale)
+        if scale is None:
+            raise Refused("the scale is no constant", sdpa)
+        return _Match(node, sdpa, call["query"], call["value"], k_rope, writes, mask, is_causal, nope, scale)
 
     def rewrite(self, graph: Graph, match: _Match, context: Context) -> str:
         sdpa, linear = match.sdpa, match.linear
-        query, _, value = sdpa.args[:3]
-        mask = sdpa.kwargs.get("attn_mask")
-        base, topk = split_selection(mask)
-        causal = bool(sdpa.kwargs.get("is_causal"))
-        visible, base = visibility(base, query, causal, sdpa)
+        base, topk = split_selection(match.mask)
+        visible, base = visibility(base, match.query, match.is_causal, sdpa)
         output = emit(
             graph,
             sdpa,
             _raised,
-            query,
+            match.query,
             linear.args[0],
             match.k_rope,
             linear.args[1],
@@ -119,7 +114,7 @@ class RaiseMLA(GraphPass):
                 graph.erase_node(user)
         if sdpa.users:
             sdpa.replace_all_uses_with(emit(graph, sdpa, lambda x: x.transpose(1, 2), output))
-        leaves = [value, mask, *(x for write in match.writes for x in write.args)]
+        leaves = [match.value, match.mask, *(x for write in match.writes for x in write.args)]
         for node in (sdpa, *match.writes):
             graph.erase_node(node)
         erase_dead(graph, *leaves)
@@ -142,61 +137,90 @@ def _raised(
     return torch.ops.dsa.mla.default(query, c_kv, k_pe, weight, visible, mask, topk_indices, nope, scale, [], 0, "half")
 
 
-def _only_user(node: Node, name: str) -> Node:
-    users = [u for u in node.users if target_name(u) == name]
-    if len(node.users) != 1 or not users:
-        raise Refused(f"expected {name} alone to read {node}, found {', '.join(map(target_name, node.users))}", node)
-    return users[0]
-
-
-def _halves(split: Node) -> tuple[Node, Node]:
-    parts = {u.args[1]: u for u in split.users if u.target is operator.getitem}
-    if set(parts) != {0, 1}:
-        raise Refused("the expanded keys and values are not split in two", split)
+def _expanded(linear: Node) -> tuple[Node, Node]:
+    """The nodes of the keys without position [B, H, S, N] and the values [B, H, S, V] that kv_b_proj expands."""
+    latent = value_of(linear.args[0])
+    if len(linear.args) > 2 and linear.args[2] is not None:
+        raise Refused("kv_b_proj has a bias", linear)
+    if latent.dim() != 4 or latent.shape[1] != 1:
+        raise Refused(f"expected latents [B, 1, S, R], found {list(latent.shape)}", linear)
+    view = _only_user(linear, "view")
+    transposed = _only_user(view, "transpose")
+    batch, slots = latent.shape[0], latent.shape[2]
+    if value_of(view).shape[:2] != (batch, slots) or transposed.args[1:] != (1, 2):
+        raise Refused("the expanded keys and values are not brought to [B, H, S, N + V]", view)
+    split = next((u for u in transposed.users if target_name(u) == "split"), None)
+    parts = {u.args[1]: u for u in split.users if u.target is operator.getitem} if split is not None else {}
+    if set(parts) != {0, 1} or [*split.args[2:], *split.kwargs.values()] != [-1]:
+        raise Refused("the expanded keys and values are not split in two", transposed)
     return parts[0], parts[1]
 
 
+def _only_user(node: Node, name: str) -> Node:
+    users = list(node.users)
+    if [target_name(u) for u in users] != [name]:
+        raise Refused(f"expected {name} alone to read {node}, found {', '.join(map(target_name, users))}", node)
+    return users[0]
+
+
 def _attention_over(value: Node) -> Node:
-    """The SDPA call that reads ``value``, past copies that keep it."""
-    for user in _through(value, ("contiguous",)):
-        if (
-            target_name(user) == "scaled_dot_product_attention"
-            and len(user.args) == 3
-            and isinstance(user.args[0], Node)
-        ):
-            return user
+    """The SDPA call whose values are ``value``, or a contiguous copy of it."""
+    for node in (value, *(u for u in value.users if target_name(u) == "contiguous")):
+        for user in node.users:
+            if target_name(user) == "scaled_dot_product_attention" and node in (
+                user.kwargs.get("value"),
+                *user.args[2:3],
+            ):
+                return user
     names = {target_name(u) for u in value.users}
     if names & {"cat", "index_copy_"}:
         raise Refused("this class caches expanded keys and values in a stock cache; optimize() caches latents", value)
     raise Refused("the values do not feed scaled_dot_product_attention (use attn_implementation='sdpa')", value)
 
 
-def _through(node: Node, names: tuple[str, ...]) -> Iterator[Node]:
-    for user in node.users:
-        if target_name(user) in names:
-            yield from _through(user, names)
-        else:
-            yield user
-
-
-def _written_halves(key: object) -> tuple[Node, Node] | None:
+def _written_halves(key: object, nope: int) -> tuple[Node, Node] | None:
     """The two ``copy_`` that fill a new buffer's [..., :N] and [..., N:]."""
-    if not isinstance(key, Node) or target_name(key) != "new_empty":
+    if not isinstance(key, Node) or target_name(key) != "new_empty" or len(key.users) != 3:
         return None
-    writes = {}
-    for part in key.users:
-        if part.target is operator.getitem and len(part.users) == 1 and isinstance(part.args[1], tuple):
-            (write,) = part.users
-            if target_name(write) == "copy_" and not write.users:
-                writes[part.args[1][-1].start or 0] = write
-    if len(writes) != 2 or len(key.users) != 3:
+    halves = [(Ellipsis, slice(None, nope, None)), (Ellipsis, slice(nope, None, None))]
+    parts = [part for half in halves for part in key.users if part.target is operator.getitem and part.args[1] == half]
+    writes = [write for part in parts for write in part.users]
+    if len(parts) != 2 or len(writes) != 2 or any(target_name(w) != "copy_" or w.users for w in writes):
         return None
-    return tuple(writes[start] for start in sorted(writes))
+    return writes[0], writes[1]
 
 
-def _check_readers(split: Node, parts: set[Node], key: Node) -> None:
-    for node, allowed in [(split, parts), (split.args[0], {split, key})]:
+def _shared_by_heads(k_rope: Node, latent: Node, sdpa: Node) -> Node:
+    """The rope key [B, 1, S, P] in front of its broadcast to the heads."""
+    if target_name(k_rope) == "expand":
+        k_rope = k_rope.args[0]
+    if value_of(k_rope).shape[:-1] != value_of(latent).shape[:-1]:
+        raise Refused("the rope key is not one for all heads", sdpa)
+    return k_rope
+
+
+def _check_readers(parts: tuple[Node, Node], key: Node) -> None:
+    split = parts[0].args[0]
+    for node, allowed in ((split, set(parts)), (split.args[0], {split, key})):
         if others := set(node.users) - allowed:
             raise Refused(f"the expanded keys and values are read by {', '.join(map(str, others))} too", node)
     if any(len(p.users) != 1 for p in parts):
         raise Refused("the expanded keys or values are read by others than this attention", split)
+
+
+def _check_call(call: dict[str, Any], sdpa: Node) -> tuple[Node | None, bool]:
+    """The mask and the causal flag of an SDPA call that ``dsa::mla`` can stand for."""
+    mask, is_causal = call.get("attn_mask"), call.get("is_causal", False)
+    if call.get("dropout_p", 0.0) != 0.0:
+        raise Refused(f"attention dropout {call['dropout_p']}", sdpa)
+    if call.get("enable_gqa"):
+        raise Refused("grouped queries", sdpa)
+    if not isinstance(is_causal, bool):
+        raise Refused("is_causal is no constant", sdpa)
+    if mask is not None:
+        value, slots = value_of(mask), value_of(call["key"]).shape[2]
+        if value.dtype != torch.bool:
+            raise Refused(f"a mask of {value.dtype}; only bool masks say who sees whom", sdpa)
+        if value.dim() != 4 or value.shape[1] != 1 or value.shape[3] != slots:
+            raise Refused(f"expected a mask [B or 1, 1, T, {slots}], found {list(value.shape)}", sdpa)
+    return mask, is_causal

@@ -1,0 +1,198 @@
+"""The console script ``dsa-compile``."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    help="Sparse attention for DeepSeek-family models of Hugging Face.", no_args_is_help=True, add_completion=False
+)
+bench_app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+Checkpoint = Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint.")]
+Selector = Annotated[str | None, typer.Option(help="indexer, attention or dense; default: what the checkpoint has.")]
+Topk = Annotated[int | None, typer.Option("--index-topk", help="Tokens that a query attends to.")]
+Indexer = Annotated[str | None, typer.Option(help="Safetensors file or folder with indexer weights, or 'random'.")]
+DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Print what a user can mend in one line and exit with 2."""
+    from dsa_compile.errors import DSAError
+
+    try:
+        yield
+    except DSAError as error:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False)
+        raise typer.Exit(2) from None
+
+
+def load(checkpoint: Path, dtype: str, device: str) -> Any:
+    """The causal language model in a checkpoint folder.
+
+    Raises:
+        CheckpointError: the folder is none. ConfigError: dtype or device is unknown.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from dsa_compile.errors import ConfigError
+
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"--dtype: expected float32, bfloat16 or float16, came {dtype!r}.")
+    try:
+        place = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device: cannot use {device!r} ({str(error).splitlines()[0]}).") from error
+    with reading(checkpoint, "config.json"):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=getattr(torch, dtype), local_files_only=True
+        )
+    return model.to(place)  # type: ignore[arg-type]
+
+
+def load_weightless(checkpoint: Path) -> Any:
+    """The model that a checkpoint folder's config describes, in bfloat16 on the meta device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with reading(checkpoint, "config.json"):
+        config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@contextmanager
+def reading(checkpoint: Path, file: str) -> Iterator[None]:
+    """Turn what transformers raises about a checkpoint folder, which must hold ``file``, into CheckpointError."""
+    from transformers.utils import logging
+
+    from dsa_compile.errors import CheckpointError
+
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{checkpoint}: expected a checkpoint folder, found none.")
+    if not (checkpoint / file).is_file():
+        raise CheckpointError(f"{checkpoint}: expected a checkpoint folder with {file}; it has none.")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{checkpoint}: cannot be loaded ({str(error).splitlines()[0]}).") from error
+
+
+@app.command()
+def explain(
+    checkpoint: Checkpoint,
+    selector: Selector = None,
+    index_topk: Topk = None,
+    indexer: Indexer = None,
+    context: Annotated[int, typer.Option(help="Cached tokens that costs are shown for.", min=1)] = 32768,
+) -> None:
+    """Show what the passes would do to a model, layer by layer, and what that costs."""
+    with one_line_errors():
+        import dsa_compile
+
+        model = load(checkpoint, "bfloat16", "cpu")
+        options = dsa_compile.DSAConfig.of(selector=selector, index_topk=index_topk, indexer=indexer)
+        Console(width=None if sys.stdout.isatty() else 140).print(
+            dsa_compile.explain(model, config=options, context=context)
+        )
+
+
+@app.command()
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A text file with the prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    selector: Selector = None,
+    index_topk: Topk = None,
+    indexer: Indexer = None,
+    dtype: DType = "float32",
+    device: Device = "cpu",
+    lowering: Annotated[str, typer.Option(help="inductor, or eager to skip its compilation.")] = "inductor",
+    stock: Annotated[bool, typer.Option("--stock", help="Run transformers' own model, for comparison.")] = False,
+    temperature: Annotated[float, typer.Option(help="0: greedy.", min=0.0)] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+) -> None:
+    """Generate from a prompt, and print speed and memory."""
+    with one_line_errors():
+        text = _prompt(prompt, prompt_file)
+        import torch
+
+        import dsa_compile
+        from dsa_compile.measure import peak_memory, timed_generate
+
+        options = dsa_compile.DSAConfig.of(selector=selector, index_topk=index_topk, indexer=indexer, lowering=lowering)
+        model = load(checkpoint, dtype, device)
+        tokenizer = _tokenizer(checkpoint)
+        if not stock:
+            dsa_compile.optimize(model, options)
+        ids = _encode(tokenizer, text).to(model.device)
+        torch.manual_seed(seed)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        run = timed_generate(model, ids, max_new_tokens, progress=True, **sampling)
+    console = Console(soft_wrap=True)
+    console.print(tokenizer.decode(run.new_tokens[0], skip_special_tokens=True), markup=False)
+    console.print(
+        f"prompt {ids.shape[1]} tokens, {run.prefill_rate:,.1f} tokens/s (first call compiles); "
+        f"{run.new_tokens.shape[1]} new, {run.decode_rate:,.1f} tokens/s; "
+        f"cache {run.cache_bytes / 2**20:,.2f} MiB; peak memory {peak_memory(model.device) / 2**20:,.0f} MiB",
+        style="dim",
+    )
+
+
+@bench_app.command()
+def startup(
+    layers: Annotated[int, typer.Option(help="Layers of the DeepSeek-V3.2 miniature.", min=1)] = 61,
+    lowering: Annotated[str, typer.Option(help="inductor or eager.")] = "eager",
+    out: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
+) -> None:
+    """Time from optimize to the first decode step of a deep model."""
+    with one_line_errors():
+        from dsa_compile.bench import startup as run
+
+        run(layers, lowering, out)
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    from dsa_compile.errors import ConfigError
+
+    if (prompt is None) == (prompt_file is None):
+        raise ConfigError("give exactly one of --prompt and --prompt-file.")
+    if prompt is not None:
+        return prompt
+    try:
+        return prompt_file.read_text()  # type: ignore[union-attr]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt-file: {prompt_file} cannot be read ({error}).") from error
+
+
+def _tokenizer(checkpoint: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    with reading(checkpoint, "tokenizer_config.json"):
+        return AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
+
+
+def _encode(tokenizer: Any, text: str) -> Any:
+    """Token ids [1, T], with the bos token that DeepSeek-family prompts start with."""
+    import torch
+
+    from dsa_compile.errors import ConfigError
+
+    ids = tokenizer(text).input_ids
+    if tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
+        ids = [tokenizer.bos_token_id, *ids]
+    if not ids:
+        raise ConfigError("the prompt holds no token.")
+    return torch.tensor([ids])

@@ -1,0 +1,74 @@
+"""The console script, as a person at a shell meets it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dsa_compile.cli import app
+
+PROMPT = "The code of zujezo is 7629.\nRecall: the code of zujezo is"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(pytestconfig):
+    return str(pytestconfig.rootpath / "examples" / "tinyseek-4m")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_generate_answers_and_reports(checkpoint, tmp_path):
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    common = ("generate", checkpoint, "--max-new-tokens", 5)
+    sparse = ("--selector", "attention", "--index-topk", 16, "--lowering", "eager")
+    for arguments in (
+        (*common, "--prompt", PROMPT, *sparse),
+        (*common, "--prompt-file", tmp_path / "prompt.txt", "--stock"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+        assert result.stdout.lstrip().startswith("7629")
+        for word in ("prompt 30 tokens", "tokens/s", "cache", "peak memory"):
+            assert word in result.stdout
+
+
+def test_explain_prints_the_tables(checkpoint):
+    result = run("explain", checkpoint, "--selector", "attention", "--index-topk", 128, "--context", 4096)
+    assert result.exit_code == 0, result.output
+    assert "layers.5" in result.stdout
+    assert "2,304" in result.stdout.replace("1,152", "2,304")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("explain", "no/such/folder"), "expected a checkpoint folder, found none"),
+        (("explain", "{empty}"), "with config.json; it has none"),
+        (("explain", "{checkpoint}"), "Three ways on"),
+        (("generate", "{checkpoint}"), "exactly one of --prompt and --prompt-file"),
+        (("generate", "{checkpoint}", "--prompt", "a", "--prompt-file", "b"), "exactly one of"),
+        (("generate", "{checkpoint}", "--prompt-file", "no/such/file"), "cannot be read"),
+        (("generate", "{checkpoint}", "--prompt", "a", "--selector", "best"), "selector: expected one of"),
+        (("generate", "{checkpoint}", "--prompt", "a", "--selector", "dense", "--dtype", "int8"), "--dtype: expected"),
+        (
+            ("generate", "{checkpoint}", "--prompt", "a", "--selector", "dense", "--device", "tpu"),
+            "--device: cannot use",
+        ),
+        (("generate", "{checkpoint}", "--prompt", "a", "--indexer", "no/such"), "found neither"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_2(arguments, text, checkpoint, tmp_path):
+    result = run(*(a.format(checkpoint=checkpoint, empty=tmp_path) for a in arguments))
+    assert result.exit_code == 2
+    assert text in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_61_layers_reach_their_first_decode_step_within_a_minute(tmp_path):
+    result = run("bench", "startup", "--layers", 61, "--lowering", "eager", "--out", tmp_path / "startup.json")
+    assert result.exit_code == 0, result.output
+    seconds = json.loads((tmp_path / "startup.json").read_text())["seconds"]
+    assert seconds["optimize"] + seconds["first prefill"] + seconds["first decode step"] < 60

@@ -1,0 +1,58 @@
+"""FLOPs and bytes agree with hand counts of DeepSeek-V3.2 (K = 2048, bf16 latents, fp8 index keys)."""
+
+import pytest
+
+from dsa_compile import cost
+from dsa_compile.dims import IndexerDims, LayerDims
+
+V32 = LayerDims(
+    n_heads=128,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    indexer=IndexerDims(n_heads=64, head_dim=128),
+)
+FP8_KEY = 128 + cost.FP8_INDEX_KEY_OVERHEAD
+
+
+def test_flops_of_a_pair():
+    assert cost.absorbed_pair_flops(V32) == 278_528
+    assert cost.expanded_pair_flops(V32) == 81_920
+    assert cost.index_pair_flops(V32) == 16_384
+
+
+@pytest.mark.parametrize(
+    ("context", "dense", "sparse", "dense_mib", "sparse_mib"),
+    [(4096, 1.14, 0.64, 4.50, 2.77), (32768, 9.13, 1.11, 36.00, 6.38), (131072, 36.51, 2.72, 144.00, 18.75)],
+)
+def test_decode(context, dense, sparse, dense_mib, sparse_mib):
+    full = cost.decode_cost(V32, context)
+    picked = cost.decode_cost(V32, context, 2048, index_key_bytes=FP8_KEY)
+    assert full.flops / 1e9 == pytest.approx(dense, abs=0.005)
+    assert picked.flops / 1e9 == pytest.approx(sparse, abs=0.005)
+    assert full.bytes / 2**20 == pytest.approx(dense_mib, abs=0.005)
+    assert picked.bytes / 2**20 == pytest.approx(sparse_mib, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ratio"), [(4096, 0.36), (8192, 0.59), (16384, 1.00), (32768, 1.64), (131072, 3.27)]
+)
+def test_prefill_gains_from_where_rows_are_long(tokens, ratio):
+    assert cost.prefill_flops(V32, tokens) / cost.prefill_flops(V32, tokens, 2048) == pytest.approx(ratio, abs=0.005)
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 8, 9, None])
+def test_causal_pairs_are_a_sum_over_rows(most):
+    assert cost.causal_pairs(8, most) == sum(min(t + 1, most or 8) for t in range(8))
+
+
+def test_sparse_is_never_dearer_than_dense_far_beyond_k():
+    for context in (8192, 65536):
+        assert cost.decode_cost(V32, context, 2048).flops < cost.decode_cost(V32, context).flops
+        assert cost.decode_cost(V32, 2 * context, 2048).flops > cost.decode_cost(V32, context, 2048).flops
+
+
+def test_values_of_a_cached_token():
+    assert 2 * V32.cached_values_per_token() == 1408
+    assert 2 * V32.expanded_values_per_token() == 81_920

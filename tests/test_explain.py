@@ -1,0 +1,57 @@
+"""`explain` says what `optimize` would do and leaves the model alone."""
+
+import pytest
+import torch
+from cases import FAMILIES, NATIVE, TOPK, optimized, stock
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import dsa_compile
+from dsa_compile.errors import IndexerWeightsError, InputError, UnsupportedModelError
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_every_family(case, device):
+    model = stock(case, device)
+    fields = {} if FAMILIES[case][0] in NATIVE else {"indexer": "random", "index_topk": TOPK, "index_head_dim": 16}
+    classes = {type(m) for m in model.modules()}
+    found = dsa_compile.explain(model, context=512, **fields)
+    assert [layer.path for layer in found.layers] == [f"model.layers.{i}.self_attn" for i in range(3)]
+    for layer in found.layers:
+        assert layer.prefill[-1].pass_name == "absorb_mla" or any(e.matched for e in layer.prefill)
+        assert [e.pass_name for e in layer.decode if e.matched][-1] == "sparsify"
+        assert layer.chosen.flops < layer.dense.flops
+    owners = ["own", "shared", "own"] if case == "glm_moe_dsa" else ["own"] * 3
+    assert [layer.indexer for layer in found.layers] == owners
+    latent, key = 4 * (32 + 8), 4 * 16
+    assert found.bytes_per_token == 3 * latent + key * owners.count("own")
+    expanded = 4 * 4 * (16 + 8 + 16)
+    if FAMILIES[case][0] in NATIVE:
+        assert found.stock_bytes_per_token == 3 * expanded + key * owners.count("own")
+    else:
+        assert found.stock_bytes_per_token == 3 * latent
+    assert {type(m) for m in model.modules()} == classes
+    assert "sparsify" in str(found)
+
+
+def test_a_cache_of_at_most_k_slots_stays_dense(device):
+    found = dsa_compile.explain(stock("deepseek_v32", device), context=TOPK, inputs={"input_ids": torch.ones(1, TOPK)})
+    assert all(
+        "no more than K" in e.reason for layer in found.layers for e in layer.decode if e.pass_name == "sparsify"
+    )
+
+
+def test_an_optimized_model_is_explained_as_it_is(device):
+    model = optimized("deepseek_v3", device, selector="attention", index_topk=TOPK)
+    assert dsa_compile.explain(model).selector == "attention"
+    with pytest.raises(InputError, match="give no options"):
+        dsa_compile.explain(model, selector="dense")
+
+
+def test_refusals_are_those_of_optimize(device):
+    with pytest.raises(IndexerWeightsError, match="Three ways on"):
+        dsa_compile.explain(stock("deepseek_v3", device))
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
+        dsa_compile.explain(LlamaForCausalLM(config))
+    with pytest.raises(InputError, match="expected inputs with input_ids"):
+        dsa_compile.explain(stock("deepseek_v32", device), {"ids": torch.ones(1, 3)})
