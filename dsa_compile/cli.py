@@ -56,7 +56,7 @@ def load(checkpoint: Path, dtype: str, device: str) -> Any:
         model: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=getattr(torch, dtype), local_files_only=True
         )
-    return model.to(place)  # type: ignore[arg-type]
+    return model.to(place)
 
 
 def load_weightless(checkpoint: Path) -> Any:
@@ -144,8 +144,8 @@ def generate(
     console = Console(soft_wrap=True)
     console.print(tokenizer.decode(run.new_tokens[0], skip_special_tokens=True), markup=False)
     console.print(
-        f"prompt {ids.shape[1]} tokens, {run.prefill_rate:,.1f} tokens/s (first call compiles); "
-        f"{run.new_tokens.shape[1]} new, {run.decode_rate:,.1f} tokens/s; "
+        f"prompt {ids.shape[1]} tokens, {run.prefill_rate:,.1f} tokens/s with compilation; "
+        f"{run.new_tokens.shape[1]} new, {run.decode_rate:,.1f} tokens/s after the first decode step; "
         f"cache {run.cache_bytes / 2**20:,.2f} MiB; peak memory {peak_memory(model.device) / 2**20:,.0f} MiB",
         style="dim",
     )

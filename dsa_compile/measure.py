@@ -15,7 +15,11 @@ from transformers.generation.streamers import BaseStreamer
 
 @dataclass(frozen=True)
 class Run:
-    """One `timed_generate`. Rates are tokens per second over the whole batch; ``new_tokens`` is [B, T]."""
+    """One `timed_generate`; ``new_tokens`` is [B, T].
+
+    Rates are tokens per second over the whole batch. ``decode_rate`` leaves out the first decode step, whose graph may
+    have to be compiled; it is NaN where no step follows. ``prefill_rate`` includes compiling the prompt's graph.
+    """
 
     new_tokens: Tensor
     cache_bytes: int
@@ -47,13 +51,13 @@ def timed_generate(model: Any, ids: Tensor, max_new_tokens: int, *, progress: bo
         output = model.generate(
             ids, max_new_tokens=max_new_tokens, streamer=clock, return_dict_in_generate=True, **arguments
         )
-    start, first, *_ = marks = clock.marks
-    steps = len(marks) - 2
+    start, first, *later = clock.marks
+    steps = len(later) - 1
     return Run(
         new_tokens=output.sequences[:, ids.shape[1] :],
         cache_bytes=cache_bytes(output.past_key_values),
         prefill_rate=ids.numel() / (first - start),
-        decode_rate=ids.shape[0] * steps / (marks[-1] - first) if steps else float("nan"),
+        decode_rate=ids.shape[0] * steps / (later[-1] - later[0]) if steps > 0 else float("nan"),
     )
 
 

@@ -59,7 +59,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=10, choices=range(1, 11), metavar="1-10")
     parser.add_argument("--tokens", type=int, default=3000, help="of a prompt, about")
-    parser.add_argument("--lowering", default="inductor", choices=["inductor", "eager"])
+    parser.add_argument(
+        "--lowering", default="eager", choices=["eager", "inductor"], help="inductor: compile C++ first"
+    )
     options = parser.parse_args()
     console = Console(width=140)
 

@@ -36,7 +36,7 @@ def test_decode(context, dense, sparse, dense_mib, sparse_mib):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "ratio"), [(4096, 0.36), (8192, 0.59), (16384, 1.00), (32768, 1.64), (131072, 3.27)]
+    ("tokens", "ratio"), [(4096, 0.36), (8192, 0.59), (16384, 1.00), (32768, 1.63), (131072, 3.27)]
 )
 def test_prefill_gains_from_where_rows_are_long(tokens, ratio):
     assert cost.prefill_flops(V32, tokens) / cost.prefill_flops(V32, tokens, 2048) == pytest.approx(ratio, abs=0.005)
@@ -45,6 +45,20 @@ def test_prefill_gains_from_where_rows_are_long(tokens, ratio):
 @pytest.mark.parametrize("most", [1, 3, 7, 8, 9, None])
 def test_causal_pairs_are_a_sum_over_rows(most):
     assert cost.causal_pairs(8, most) == sum(min(t + 1, most or 8) for t in range(8))
+
+
+def test_where_sparse_breaks_even():
+    def gain(context):
+        return cost.decode_cost(V32, context).flops - cost.decode_cost(V32, context, 2048).flops
+
+    assert [gain(context) for context in (2175, 2176, 2177)] == [-262_144, 0, 262_144]
+
+
+def test_the_exact_selection_expands_and_scores_every_key():
+    small = LayerDims(n_heads=3, kv_lora_rank=5, qk_nope_head_dim=7, qk_rope_head_dim=2, v_head_dim=4)
+    found = cost.decode_cost(small, 11, 4, exact=True, itemsize=1)
+    assert found.flops == 3 * 2 * 11 * (5 * 7 + 7 + 2) + 3 * 2 * 4 * (2 * 5 + 2)
+    assert found.bytes == 7 * (11 + 4)
 
 
 def test_sparse_is_never_dearer_than_dense_far_beyond_k():

@@ -1,5 +1,7 @@
 """`explain` says what `optimize` would do and leaves the model alone."""
 
+import copy
+
 import pytest
 import torch
 from cases import FAMILIES, NATIVE, TOPK, optimized, stock
@@ -12,12 +14,16 @@ from dsa_compile.errors import IndexerWeightsError, InputError, UnsupportedModel
 @pytest.mark.parametrize("case", FAMILIES)
 def test_every_family(case, device):
     model = stock(case, device)
-    fields = {} if FAMILIES[case][0] in NATIVE else {"indexer": "random", "index_topk": TOPK, "index_head_dim": 16}
+    fields = (
+        {}
+        if FAMILIES[case][0] in NATIVE
+        else {"indexer": "random", "index_topk": TOPK, "index_n_heads": 8, "index_head_dim": 16}
+    )
     classes = {type(m) for m in model.modules()}
     found = dsa_compile.explain(model, context=512, **fields)
     assert [layer.path for layer in found.layers] == [f"model.layers.{i}.self_attn" for i in range(3)]
     for layer in found.layers:
-        assert layer.prefill[-1].pass_name == "absorb_mla" or any(e.matched for e in layer.prefill)
+        assert [e.pass_name for e in layer.prefill if e.matched][-1] == "sparsify"
         assert [e.pass_name for e in layer.decode if e.matched][-1] == "sparsify"
         assert layer.chosen.flops < layer.dense.flops
     owners = ["own", "shared", "own"] if case == "glm_moe_dsa" else ["own"] * 3
@@ -40,9 +46,28 @@ def test_a_cache_of_at_most_k_slots_stays_dense(device):
     )
 
 
+def test_costs_are_those_of_what_the_passes_made(device):
+    model = stock("deepseek_v3", device)
+    without = dsa_compile.explain(model, selector="attention", index_topk=TOPK, disable_passes=["insert_indexer"])
+    assert without.chosen == without.dense == dsa_compile.explain(model, selector="dense").chosen
+    exact = dsa_compile.explain(model, selector="attention", index_topk=TOPK)
+    assert exact.chosen.flops > exact.dense.flops
+    assert "skipped: no selection: attention stays dense" in str(without)
+
+
+def test_no_weight_is_read_or_changed(device):
+    model = stock("deepseek_v32", device)
+    before = {name: (t.data_ptr(), t._version) for name, t in model.state_dict().items()}
+    on_meta = copy.deepcopy(model).to("meta")
+    assert str(dsa_compile.explain(on_meta)) == str(dsa_compile.explain(model))
+    assert {name: (t.data_ptr(), t._version) for name, t in model.state_dict().items()} == before
+
+
 def test_an_optimized_model_is_explained_as_it_is(device):
     model = optimized("deepseek_v3", device, selector="attention", index_topk=TOPK)
-    assert dsa_compile.explain(model).selector == "attention"
+    found = dsa_compile.explain(model)
+    assert (found.selector, found.index_topk) == ("attention", TOPK)
+    assert all("sparse_mla" in e.reason for layer in found.layers for e in layer.decode if e.pass_name == "sparsify")
     with pytest.raises(InputError, match="give no options"):
         dsa_compile.explain(model, selector="dense")
 

@@ -142,6 +142,32 @@ def test_models_that_cache_expanded_keys_are_left_as_they_are(case, kind, device
     assert all("caches expanded keys and values" in e.reason for e in skipped)
 
 
+@pytest.mark.parametrize("case", ["deepseek_v3", "deepseek_v32"])
+def test_floats_that_dynamic_made_inputs_are_still_constants(case, device, graphs):
+    model = stock(case, device)
+    fast = torch.compile(
+        copy.deepcopy(model), backend="dsa", options={"lowering": "eager"}, fullgraph=True, dynamic=True
+    )
+    for length in (2 * TOPK + 3, 3 * TOPK):
+        ids = token_ids(2, length, device)
+        with torch.no_grad():
+            assert_rows_equal(fast(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    (gm,) = graphs
+    assert count(gm, "mla", "sparse_mla") == 3
+    assert count(gm, "select") == (3 if case == "deepseek_v32" else 0)
+
+
+def test_the_option_index_topk_replaces_a_models_own(device):
+    model, ids = stock("deepseek_v32", device), token_ids(2, 3 * TOPK, device)
+    twin = copy.deepcopy(model)
+    for layer in twin.model.layers:
+        layer.self_attn.indexer.index_topk = TOPK // 2
+    with torch.no_grad():
+        got = compiled(model, index_topk=TOPK // 2)(ids, use_cache=False).logits
+        assert_rows_equal(got, twin(ids, use_cache=False).logits)
+        assert (got - model(ids, use_cache=False).logits).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize("disabled", ["raise_mla", "raise_indexer", "insert_indexer", "sparsify", "absorb_mla"])
 @pytest.mark.parametrize("case", ["deepseek_v3", "deepseek_v32"])
 def test_without_any_one_pass_the_meaning_stays(case, disabled, device):

@@ -349,15 +349,20 @@ def test_a_bias_stays(device):
     check(attention(device, bias=True), *inputs(device), matches=0, reason="kv_b_proj has a bias")
 
 
-def test_a_scale_that_is_an_input_stays(device):
+def test_a_scale_that_is_an_input_becomes_a_constant_that_is_guarded(device):
     class Scaled(Attention):
         def forward(self, q, latent, k_rope, mask, scale):
             key, value = self.expand(latent, k_rope)
             return F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale.item())
 
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        graph = capture(attention(device, Scaled), *inputs(device), torch.tensor(SCALE, dtype=torch.float64))
-    check(graph, matches=0, reason="the scale is no constant")
+    model, given = attention(device, Scaled), inputs(device)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+        graph = capture(model, *given, torch.tensor(SCALE, dtype=torch.float64))
+        outcome = check(graph, matches=1, ops={"dsa.mla.default": 1}, atol=ROUNDING)
+        assert arguments(outcome.nodes(MLA)[0])["scale"] == SCALE
+        fast = torch.compile(model, backend="dsa", options={"lowering": "eager"}, fullgraph=True)
+        for scale in torch.tensor([SCALE, 2 * SCALE], dtype=torch.float64):
+            torch.testing.assert_close(fast(*given, scale), model(*given, scale), atol=ROUNDING, rtol=0)
 
 
 def test_rewritten_and_other_attention_is_untouched(device):
