@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 import dsa_compile
 from dsa_compile.measure import Run, timed_generate
@@ -64,6 +65,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     console = Console(width=140)
+    logging.set_verbosity_error()  # the checkpoint's MTP layer is not loaded; transformers would list its tensors
 
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     rng = random.Random(0)

@@ -92,11 +92,11 @@ def _read(mask: Node) -> _Ranges | None:
     for term in _terms(mask):
         if _is_true(term):
             continue
-        if target_name(term) == "le" and q_positions is None:
+        if target_name(term) in ("le", "__le__") and q_positions is None:
             q_positions = _positions(term.args[1], query=True)
             if q_positions is None or not _counts_from_zero(_positions(term.args[0], query=False)):
                 return None
-        elif target_name(term) == "eq" and documents is None:
+        elif target_name(term) in ("eq", "__eq__") and documents is None:
             documents = _documents(term)
             if documents is None:
                 return None
