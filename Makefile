@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test lint bench
+.PHONY: setup demo test test-slow lint bench
 
 setup: $(STAMP)
 
@@ -18,7 +18,10 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
 
 lint: setup
 	$(BIN)/ruff check .
