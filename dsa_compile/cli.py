@@ -101,7 +101,7 @@ def explain(
     with one_line_errors():
         import dsa_compile
 
-        model = load(checkpoint, "bfloat16", "cpu")
+        model = load_weightless(checkpoint)
         options = dsa_compile.DSAConfig.of(selector=selector, index_topk=index_topk, indexer=indexer)
         Console(width=None if sys.stdout.isatty() else 140).print(
             dsa_compile.explain(model, config=options, context=context)
@@ -159,6 +159,10 @@ def startup(
 ) -> None:
     """Time from optimize to the first decode step of a deep model."""
     with one_line_errors():
+        from dsa_compile.errors import ConfigError
+
+        if out is not None and (out.is_dir() or not out.parent.is_dir()):
+            raise ConfigError(f"--out: expected a file in a folder that exists, came {out}.")
         from dsa_compile.bench import startup as run
 
         run(layers, lowering, out)

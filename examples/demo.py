@@ -53,7 +53,7 @@ def needle(module: str, tokens: int, count: Callable[[str], int], rng: random.Ra
 
 
 def answers(run: Run, tokenizer: Any) -> list[str]:
-    return [tokenizer.decode(t, skip_special_tokens=True).strip()[:4] for t in run.new_tokens]
+    return [tokenizer.decode(t, skip_special_tokens=True).strip().partition(".")[0] for t in run.new_tokens]
 
 
 def main() -> int:
