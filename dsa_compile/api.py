@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from dsa_compile import backend, lowering  # noqa: F401 (lowering registers the ops)
+from dsa_compile import backend
 from dsa_compile.config import DSAConfig
 from dsa_compile.guard import Guard
 from dsa_compile.models.preparation import prepare_modules

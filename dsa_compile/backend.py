@@ -8,8 +8,8 @@ from typing import Any
 from torch._dynamo.backends.registry import _BACKENDS, register_backend
 from torch.fx import GraphModule
 
-import dsa_compile
-from dsa_compile import compat, lowering, report  # noqa: F401 (lowering registers the ops)
+import dsa_compile.lowering  # registers the ops
+from dsa_compile import compat, report
 from dsa_compile.config import DSAConfig
 from dsa_compile.passes.base import is_dsa_op
 from dsa_compile.passes.pipeline import rewrite

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -296,7 +296,7 @@ class DSACache(Cache):
             with safe_open(os.fspath(path), framework="pt") as file:
                 meta = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        except Exception as error:
+        except (OSError, SafetensorError) as error:
             raise CacheError(f"{path}: cannot be read as a safetensors file ({error}).") from error
         if meta.get("format") != _FORMAT:
             raise CacheError(f"{path}: expected a file written by DSACache.save, came format {meta.get('format')!r}.")

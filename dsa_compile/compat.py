@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
@@ -35,15 +35,6 @@ def hint_dynamic(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-def fake_mode_of(gm: GraphModule) -> AbstractContextManager[Any]:
-    """The fake mode that a Dynamo graph was captured under, or no mode for a graph without fake tensors."""
-    for node in gm.graph.nodes:
-        value = node.meta.get("example_value")
-        if isinstance(value, torch._subclasses.FakeTensor):
-            return value.fake_mode
-    return nullcontext()
-
-
 def constant_of(value: Any) -> float | None:
     """A number as it is, or the float behind a symbol, which Dynamo then guards on; None if only a run knows it."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -60,6 +51,7 @@ def module_stack(node: Node) -> list[tuple[str, str]]:
     return [(_clean_path(path), getattr(cls, "__name__", str(cls))) for path, cls in stack.values()]
 
 
+@lru_cache(maxsize=8192)  # every node of a deep graph asks
 def _clean_path(path: str) -> str:
     """``L['model'].model.layers.1.self_attn`` and its other spellings -> ``model.layers.1.self_attn``."""
     path = re.sub(r"^\w+(\['\w+'\])?", "", path)

@@ -20,9 +20,13 @@ def check_fields(cls: type, fields: Mapping[str, Any]) -> None:
     known = [f.name for f in dataclasses.fields(cls)]
     for name in fields:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}."
-            raise ConfigError(f"{cls.__name__}: unknown option {name!r}; {hint}")
+            raise ConfigError(f"{cls.__name__}: unknown option {name!r}; {nearest(name, known, 'options')}")
+
+
+def nearest(name: object, known: list[str], what: str) -> str:
+    """The end of an error about an unknown ``name``: the one that was meant, or all there are."""
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"the {what} are {', '.join(known)}."
 
 
 class _Options:

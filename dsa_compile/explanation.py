@@ -17,7 +17,7 @@ from dsa_compile.api import prepare
 from dsa_compile.config import DSAConfig
 from dsa_compile.dims import LayerDims
 from dsa_compile.errors import InputError
-from dsa_compile.models.family import attention_modules, family_of
+from dsa_compile.models.family import attention_modules, family_named, family_of
 from dsa_compile.models.prepared import PreparedModel
 from dsa_compile.passes.pipeline import PIPELINE, rewrite
 from dsa_compile.report import Entry, Report
@@ -151,25 +151,22 @@ def explain(
     if isinstance(model, PreparedModel):
         if config is not None or fields:
             raise InputError("explain: a prepared model is explained as it is; give no options.")
-        clone = _weightless(model, _stock_class(model))
-        prepare(clone, _options_of(model))
+        family, options = family_named(model.dsa.family_type), _options_of(model)
     else:
-        family_of(model)
-        clone = _weightless(model, type(model))
-        prepare(clone, DSAConfig.of(config, **fields))
+        family, options = family_of(model), DSAConfig.of(config, **fields)
+    clone = prepare(_weightless(model, family.causal_lm), options)
     batch, tokens = _shape(inputs)
     reports = {
         "prefill": _capture(clone, batch, tokens, context),
         "decode": _capture(clone, batch, 1, context),
     }
     itemsize = getattr(model, "dtype").itemsize  # noqa: B009 (nn.Module types it as Tensor | Module)
-    native = family_of(_weightless(model, _stock_class(clone))).native_indexer
     return Explanation(
         model=type(model).__name__,
         selector=clone.dsa.selector,
         index_topk=clone.dsa.index_topk,
         context=context,
-        layers=_layers(clone, reports, context, itemsize, native),
+        layers=_layers(clone, reports, context, itemsize, family.native_indexer),
         reports=reports,
     )
 
@@ -238,11 +235,6 @@ def _outcome(entries: list[Entry]) -> str:
     return chosen[0].reason if chosen else "not captured"
 
 
-def _stock_class(model: Any) -> type[Any]:
-    """The transformers class that a prepared model's class stands for."""
-    return next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))
-
-
 def _weightless(model: Any, cls: type[Any]) -> Any:
     config = copy.deepcopy(model.config)
     config._attn_implementation = "sdpa"
@@ -255,7 +247,7 @@ def _options_of(model: Any) -> DSAConfig:
     dsa = model.dsa
     options = DSAConfig(selector=dsa.selector, index_topk=dsa.index_topk, disable_passes=dsa.config.disable_passes)
     indexer = next((d.indexer for d in dsa.dims if d.indexer), None)
-    if indexer is None or family_of(_weightless(model, _stock_class(model))).native_indexer:
+    if indexer is None or family_named(dsa.family_type).native_indexer:
         return options
     return DSAConfig.of(options, indexer="random", index_n_heads=indexer.n_heads, index_head_dim=indexer.head_dim)
 

@@ -1,7 +1,6 @@
 """What a family is, and the registry that finds the family of a model."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -24,7 +23,6 @@ class Family:
         classes: stock class -> our importable subclass of the same name, for the model and its attention (and indexer).
         index_rope: layout of an indexer's RoPE, ``"half"`` or ``"interleaved"``, where the config does not say.
         native_indexer: the class brings indexers of its own.
-        indexer_types: "full" or "shared" per layer, from the config; None: every indexer layer is full.
         indexer_key: checkpoint name of an indexer's tensors, with ``{layer}``.
     """
 
@@ -32,9 +30,7 @@ class Family:
     classes: dict[type[nn.Module], type[nn.Module]]
     index_rope: str
     native_indexer: bool = False
-    indexer_types: Callable[[PretrainedConfig], list[str]] | None = None
     indexer_key: str = "model.layers.{layer}.self_attn.indexer."
-    tested_with: str = field(default="transformers 5.17.0")
 
     @property
     def causal_lm(self) -> type[nn.Module]:
@@ -49,6 +45,12 @@ class Family:
         return "interleaved" if flag else "half"
 
 
+def family_named(model_type: str) -> Family:
+    """The family of one of `FAMILIES`."""
+    family: Family = import_module(f"dsa_compile.models.{model_type}").FAMILY
+    return family
+
+
 def family_of(model: nn.Module) -> Family:
     """The family of a stock model.
 
@@ -57,7 +59,7 @@ def family_of(model: nn.Module) -> Family:
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type in FAMILIES:
-        family: Family = import_module(f"dsa_compile.models.{model_type}").FAMILY
+        family = family_named(model_type)
         if type(model) in family.classes:
             return family
     raise UnsupportedModelError(

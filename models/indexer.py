@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dsa_compile.dims import IndexerDims
@@ -78,7 +78,7 @@ def read_indexer_weights(source: str | Path, family: Family) -> dict[str, Tensor
         try:
             with safe_open(file, framework="pt") as tensors:
                 found.update({k: tensors.get_tensor(k) for k in tensors.keys() if pattern.search(k)})  # noqa: SIM118
-        except Exception as error:
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot be read as a safetensors file ({error}).") from error
     return found
 

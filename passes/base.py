@@ -1,7 +1,7 @@
 """What every pass is, and how it finds and makes nodes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -219,13 +219,3 @@ def refuse_writes(start: Node, end: Node, but: tuple[Node, ...] = ()) -> None:
         if mutates(node) and node not in but:
             raise Refused(f"{node} writes in place before attention reads", node)
         node = node.next
-
-
-def ancestors(node: Node) -> Iterator[Node]:
-    """A node and the chain of its first inputs, upwards."""
-    while True:
-        yield node
-        inputs = node.all_input_nodes
-        if not inputs:
-            return
-        node = inputs[0]

@@ -19,6 +19,7 @@ the layer's own queries and keys. Without a cache the index keys are compacted i
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from dsa_compile import compat
@@ -30,14 +31,11 @@ from dsa_compile.passes.base import (
     Context,
     GraphPass,
     Refused,
-    ancestors,
     arguments,
     attention_path,
     emit,
-    is_linear,
     is_op,
     set_arguments,
-    target_name,
     value_of,
 )
 
@@ -160,30 +158,35 @@ def _real_rope(freqs: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, t
 
 def _input_of(graph: Graph, module_path: str) -> Node | None:
     """What the linear layer at ``module_path`` is applied to."""
-    for node in graph.nodes:
-        if is_linear(node) and attention_path(node) == module_path:
-            return node.args[0]
-    return None
+    linears = graph.find_nodes(op="call_function", target=F.linear)
+    return next((n.args[0] for n in linears if attention_path(n) == module_path), None)
 
 
 def _rotary_outputs(graph: Graph) -> tuple[Node, ...]:
     """(cos, sin) or (complex frequencies,) that a ``rotary_emb`` module hands to the layers, else ()."""
-    made = [n for n in graph.nodes if _in_rotary(n) and any(not _in_rotary(u) for u in n.users)]
-    if len(made) == 1 and value_of(made[0]).is_complex():
-        return (made[0],)
-    kinds = {kind: n for n in made if (kind := _trigonometric(n))}
-    return (kinds["cos"], kinds["sin"]) if {"cos", "sin"} <= set(kinds) else ()
+    cos, sin, freqs = (_leaving_rotary(graph, name) for name in ("cos", "sin", "polar"))
+    if cos is not None and sin is not None:
+        return cos, sin
+    return () if freqs is None else (freqs,)
+
+
+def _leaving_rotary(graph: Graph, name: str) -> Node | None:
+    """What a ``rotary_emb`` module hands out of the values that it makes by calling ``name``."""
+    todo = [
+        *graph.find_nodes(op="call_method", target=name),
+        *graph.find_nodes(op="call_function", target=getattr(torch, name)),
+    ]
+    while todo:
+        node = todo.pop(0)
+        if _in_rotary(node):
+            if any(not _in_rotary(u) for u in node.users):
+                return node
+            todo += node.users
+    return None
 
 
 def _in_rotary(node: Node) -> bool:
     return any(path.endswith("rotary_emb") for path, _ in compat.module_stack(node))
-
-
-def _trigonometric(node: Node) -> str | None:
-    for above in ancestors(node):
-        if target_name(above) in ("cos", "sin"):
-            return target_name(above)
-    return None
 
 
 def _write_of(c_kv: Node) -> Node | None:

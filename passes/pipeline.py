@@ -1,6 +1,5 @@
 """The passes in their order, and the runner. This list is the truth about the order."""
 
-import difflib
 import logging
 from collections import Counter
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from torch._ops import OpOverload
 from torch.fx import GraphModule
 
-from dsa_compile.config import DSAConfig
+from dsa_compile.config import DSAConfig, nearest
 from dsa_compile.errors import ConfigError
 from dsa_compile.passes.absorb_mla import AbsorbMLA
 from dsa_compile.passes.base import Context, GraphPass
@@ -61,9 +60,7 @@ def _check_names(names: tuple[str, ...]) -> None:
     known = [p.name for p in PIPELINE]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the passes are {', '.join(known)}."
-            raise ConfigError(f"disable_passes: unknown pass {name!r}; {hint}")
+            raise ConfigError(f"disable_passes: unknown pass {name!r}; {nearest(name, known, 'passes')}")
 
 
 def _dump(gm: GraphModule, title: str, changes: dict[str, int] | None = None) -> None:

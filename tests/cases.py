@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import dsa_compile
+from dsa_compile.dims import IndexerDims, LayerDims
 from dsa_compile.models.miniature import miniature
 
 TOPK = 8
@@ -22,6 +23,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LENGTHS = (1, TOPK - 1, TOPK, TOPK + 1, 2 * TOPK + 3, 5 * TOPK)
 ATOL = 2e-4
+V32 = LayerDims(
+    n_heads=128,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    indexer=IndexerDims(n_heads=64, head_dim=128),
+)
+"""A layer of DeepSeek-V3.2 itself."""
 
 
 @functools.cache

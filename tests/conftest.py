@@ -20,6 +20,23 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture
+def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
+    """Every graph that the backend rewrote, as the passes left it."""
+    import dsa_compile.backend
+
+    seen: list[torch.fx.GraphModule] = []
+
+    def record(gm, config):
+        report = rewrite(gm, config)
+        seen.append(gm)
+        return report
+
+    rewrite = dsa_compile.backend.rewrite
+    monkeypatch.setattr(dsa_compile.backend, "rewrite", record)
+    return seen
+
+
 @pytest.fixture(autouse=True)
 def _fresh(request):
     """Tests marked ``shared_graphs`` keep what others of their module compiled."""

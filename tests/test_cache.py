@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from cases import V32
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -16,14 +17,6 @@ from dsa_compile.errors import CacheCapacityError, CacheError
 PLAIN = LayerDims(n_heads=2, kv_lora_rank=3, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)
 INDEXED = LayerDims(**{**vars(PLAIN), "indexer": IndexerDims(n_heads=2, head_dim=4)})
 DIMS = (INDEXED, PLAIN)
-V32 = LayerDims(
-    n_heads=128,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    indexer=IndexerDims(n_heads=64, head_dim=128),
-)
 CAPACITY = 24
 
 

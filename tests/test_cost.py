@@ -1,18 +1,11 @@
 """FLOPs and bytes agree with hand counts of DeepSeek-V3.2 (K = 2048, bf16 latents, fp8 index keys)."""
 
 import pytest
+from cases import V32
 
 from dsa_compile import cost
-from dsa_compile.dims import IndexerDims, LayerDims
+from dsa_compile.dims import LayerDims
 
-V32 = LayerDims(
-    n_heads=128,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    indexer=IndexerDims(n_heads=64, head_dim=128),
-)
 FP8_KEY = 128 + cost.FP8_INDEX_KEY_OVERHEAD
 
 

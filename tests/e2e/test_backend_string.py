@@ -22,21 +22,6 @@ CACHES = {
 }
 
 
-@pytest.fixture
-def graphs(monkeypatch):
-    """Every graph that the backend rewrote."""
-    seen = []
-
-    def record(gm, config):
-        report = rewrite(gm, config)
-        seen.append(gm)
-        return report
-
-    rewrite = dsa_compile.backend.rewrite
-    monkeypatch.setattr(dsa_compile.backend, "rewrite", record)
-    return seen
-
-
 def compiled(model, **options):
     return torch.compile(copy.deepcopy(model), backend="dsa", options={"lowering": "eager"} | options, fullgraph=True)
 

@@ -8,12 +8,11 @@ import torch
 from cases import FAMILIES, optimized, token_ids
 from torch._dynamo.utils import counters
 
-from dsa_compile import backend
 from dsa_compile.passes.base import is_dsa_op
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_five_prompt_lengths_and_200_steps_take_at_most_four_graphs(case, device, monkeypatch):
+def test_five_prompt_lengths_and_200_steps_take_at_most_four_graphs(case, device):
     model = optimized(case, device)
     counters.clear()
     for length in (5, 9, 23, 48, 64):
@@ -33,16 +32,8 @@ def test_five_prompt_lengths_and_200_steps_take_at_most_four_graphs(case, device
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("case", FAMILIES)
-def test_no_tensor_spans_queries_and_keys(case, cached, device, monkeypatch):
+def test_no_tensor_spans_queries_and_keys(case, cached, device, graphs):
     """T and S are primes that no model dimension equals, so a tensor with both is a mask or scores."""
-    graphs = []
-
-    def record(gm, config):
-        graphs.append(gm)
-        return rewrite(gm, config)
-
-    rewrite = backend.rewrite
-    monkeypatch.setattr(backend, "rewrite", record)
     model = optimized(case, device)
     T, S = 37, 101
     ids = token_ids(2, T, device)
