@@ -2,6 +2,9 @@
 
 The implementations live in the op folders beside this file; a backward pass is an op of its own, so that a graph of
 any length keeps one node for it.
+
+A pool of latents holds values [B, S, R+P], or as uint8 rows in fp8 (`dsa_compile.lowering.fp8_rows`). With a
+``block_table`` it is [pages, page size, width] (`dsa_compile.dims`).
 """
 
 import torch
@@ -11,8 +14,11 @@ SCHEMAS = {
     # Append rows at `slots` int64[B, T] (negative: padding, not written) to the pools latent[B, S, R+P] and
     # index_keys[B, S, DI]. Both pools are always named, so that they are graph inputs before a pass needs them.
     "cache_write": (
-        "(Tensor(a!) latent, Tensor(b!) index_keys, Tensor slots, Tensor? c_kv, Tensor? k_pe, Tensor? index_key) -> ()"
+        "(Tensor(a!) latent, Tensor(b!) index_keys, Tensor slots, Tensor? c_kv, Tensor? k_pe, Tensor? index_key, "
+        "Tensor? block_table=None) -> ()"
     ),
+    # The values [B, S, R+P] of a pool of fp8 rows, for those who do not read such rows themselves.
+    "cache_read": "(Tensor latent, int rank, int rope, ScalarType dtype) -> Tensor",
     # The canonical attention: q[B, H, T, N+P], c_kv[B, S, R], k_pe[B, S, P], kv_b_weight[H*(N+V), R] -> [B, T, H, V].
     # The last three say what `insert_indexer` makes of it: parameters of an attached indexer (else none), K
     # (0: dense) and the indexer's RoPE layout.
@@ -39,11 +45,11 @@ SCHEMAS = {
     # lse float32[B, T, H]. Without topk_indices it is dense over what is visible.
     "sparse_mla": (
         "(Tensor q_absorbed, Tensor q_pe, Tensor latent, Tensor? visible, Tensor? mask, Tensor? topk_indices, "
-        "float scale) -> (Tensor, Tensor)"
+        "float scale, Tensor? block_table=None) -> (Tensor, Tensor)"
     ),
     "sparse_mla_backward": (
         "(Tensor grad_out, Tensor grad_lse, Tensor q_absorbed, Tensor q_pe, Tensor latent, Tensor? visible, "
-        "Tensor? mask, Tensor? topk_indices, float scale) -> (Tensor, Tensor, Tensor)"
+        "Tensor? mask, Tensor? topk_indices, float scale, Tensor? block_table=None) -> (Tensor, Tensor, Tensor)"
     ),
 }
 
@@ -59,8 +65,14 @@ def _cache_write(
     c_kv: Tensor | None,
     k_pe: Tensor | None,
     index_key: Tensor | None,
+    block_table: Tensor | None = None,
 ) -> None:
     return None
+
+
+@torch.library.register_fake("dsa::cache_read")
+def _cache_read(latent: Tensor, rank: int, rope: int, dtype: torch.dtype) -> Tensor:
+    return latent.new_empty(*latent.shape[:-1], rank + rope, dtype=dtype)
 
 
 @torch.library.register_fake("dsa::mla")
@@ -133,13 +145,29 @@ def _sparse_mla(
     mask: Tensor | None,
     topk_indices: Tensor | None,
     scale: float,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    from dsa_compile.lowering.sparse_mla.limits import check  # its package needs the schemas above
+
+    check(q_absorbed, q_pe, latent, visible, mask, topk_indices, block_table)
     lse_dtype = torch.promote_types(q_absorbed.dtype, torch.float32)
     return q_absorbed.new_empty(q_absorbed.shape), q_absorbed.new_empty(q_absorbed.shape[:3], dtype=lse_dtype)
 
 
 @torch.library.register_fake("dsa::sparse_mla_backward")
 def _sparse_mla_backward(
-    grad_out: Tensor, grad_lse: Tensor, q_absorbed: Tensor, q_pe: Tensor, latent: Tensor, *rest: object
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    q_absorbed: Tensor,
+    q_pe: Tensor,
+    latent: Tensor,
+    visible: Tensor | None,
+    mask: Tensor | None,
+    topk_indices: Tensor | None,
+    scale: float,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    from dsa_compile.lowering.sparse_mla.limits import check_backward
+
+    check_backward(latent, block_table)
     return q_absorbed.new_empty(q_absorbed.shape), q_pe.new_empty(q_pe.shape), latent.new_empty(latent.shape)

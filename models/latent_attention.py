@@ -107,10 +107,14 @@ def mla_attention(
 ) -> tuple[Tensor, None]:
     """The registered attention: query [B, H, T, N+P], ``attention_mask`` is ``visible``.
 
-    ``key`` is the latent pool [B, S, R+P] of a cache, or with ``value`` the call's own rows [B, 1, T, R], [B, 1, T, P].
+    ``key`` is the latent pool [B, S, R+P] of a cache (or its rows in fp8), or with ``value`` the call's own rows
+    [B, 1, T, R], [B, 1, T, P].
     """
     rank, selection = module.kv_lora_rank, module.selection
-    latent = key if key.dim() == 3 else compact_rows(torch.cat([key, value], -1)[:, 0], attention_mask)
+    if key.dtype == torch.uint8:
+        latent = torch.ops.dsa.cache_read.default(key, rank, module.qk_rope_head_dim, query.dtype)
+    else:
+        latent = key if key.dim() == 3 else compact_rows(torch.cat([key, value], -1)[:, 0], attention_mask)
     if selection.selector != "indexer":
         indices = None
     inserted = indices is None and selection.selector != "dense"

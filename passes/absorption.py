@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from dsa_compile.passes.base import arguments, emit, erase_dead, value_of
+from dsa_compile.passes.base import arguments, emit, erase_dead, is_op, mutates, value_of
 
 
 def replace_by_sparse_mla(graph: Graph, mla: Node) -> Node:
@@ -54,22 +54,38 @@ def _absorbed(
 
 
 def latent_pool(graph: Graph, before: Node, c_kv: Node, k_pe: Node) -> Node:
-    """The tensor [B, S, R+P] that c_kv and k_pe are the halves of, or their concatenation."""
-    base = pool_of(c_kv)
+    """The pool that c_kv and k_pe are the halves of, in the format that it is kept in, or their concatenation."""
+    base, pool = _sliced(c_kv), pool_of(c_kv)
     rank, rope = value_of(c_kv).shape[-1], value_of(k_pe).shape[-1]
     if (
         base is not None
-        and base is pool_of(k_pe)
+        and pool is not None
+        and base is _sliced(k_pe)
         and value_of(base).shape[-1] == rank + rope
         and _last_slice(c_kv) in (slice(None, rank), slice(0, rank))
         and _last_slice(k_pe) in (slice(rank, None), slice(rank, rank + rope))
     ):
-        return base
+        return base if _written_between(base, before) else pool
     joined: Node = emit(graph, before, lambda a, b: torch.cat([a, b], -1), c_kv, k_pe)
     return joined
 
 
 def pool_of(rows: Node) -> Node | None:
+    """The pool that ``rows`` is a slice of the last dimension of, as it is or as ``dsa::cache_read`` reads it."""
+    base = _sliced(rows)
+    return base.args[0] if base is not None and is_op(base, "cache_read") else base  # type: ignore[return-value]
+
+
+def _written_between(start: Node, end: Node) -> bool:
+    """Whether something is written in place behind ``start`` and in front of ``end``: then what it read is stale."""
+    while start is not end:
+        start = start.next
+        if mutates(start):
+            return True
+    return False
+
+
+def _sliced(rows: Node) -> Node | None:
     """The node that ``rows`` is a slice of the last dimension of."""
     if rows.op == "call_function" and rows.target is operator.getitem and _last_slice(rows) is not None:
         return rows.args[0] if isinstance(rows.args[0], Node) else None

@@ -125,9 +125,10 @@ def attention_path(node: Node) -> str:
 
 def arguments(node: Node) -> dict[str, Any]:
     """Arguments of a dsa:: op by name, defaults and keywords included."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    named = {a.name: value for a, value in zip(schema.arguments, node.args)}
-    return named | dict(node.kwargs)
+    declared = node.target._schema.arguments  # type: ignore[union-attr]
+    defaults = {a.name: a.default_value for a in declared if a.has_default_value()}
+    named = {a.name: value for a, value in zip(declared, node.args)}
+    return defaults | named | dict(node.kwargs)
 
 
 def set_arguments(node: Node, **changes: Any) -> None:

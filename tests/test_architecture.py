@@ -19,6 +19,8 @@ LEVELS = {
     "dsa_compile.cost": 1,
     "dsa_compile.compat": 1,
     "dsa_compile.lowering.ops": 1,
+    "dsa_compile.lowering.fp8_rows": 1,
+    "dsa_compile.lowering.sparse_mla.limits": 1,
     "dsa_compile.cache": 2,
     "dsa_compile.lowering": 2,
     "dsa_compile.passes": 3,

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from dsa_compile.lowering.fp8_rows import pack
+from dsa_compile.lowering.pages import locate
+
 
 def cache_write(
     latent: Tensor,
@@ -11,37 +14,31 @@ def cache_write(
     c_kv: Tensor | None,
     k_pe: Tensor | None,
     index_key: Tensor | None,
+    block_table: Tensor | None = None,
 ) -> None:
-    """Write each valid row to its slot; rows of negative slots leave no trace.
+    """Write each valid row to its slot; rows of negative slots, or whose page is absent, leave no trace.
 
     Args:
-        latent: pool[B, S, R+P], changed in place where c_kv and k_pe are given.
+        latent: pool[B, S, R+P], or of fp8 rows uint8[B, S, bytes]; changed in place where c_kv and k_pe are given.
         index_keys: pool[B, S, DI], changed in place where index_key is given.
         slots: int64[B, T], distinct within a sequence where they are not negative.
         c_kv: [B, T, R]. k_pe: [B, T, P]. index_key: [B, T, DI].
+        block_table: int32[B, pages], with pools [pages of all sequences, page size, width]; sequences share none.
     """
-    rows, places = _addresses(slots)
     if c_kv is not None and k_pe is not None:
-        _put(latent, rows, places, torch.cat([c_kv, k_pe], -1))
+        rows = pack(c_kv, k_pe) if latent.dtype == torch.uint8 else torch.cat([c_kv, k_pe], -1)
+        _put(latent, slots, block_table, rows)
     if index_key is not None:
-        _put(index_keys, rows, places, index_key)
+        _put(index_keys, slots, block_table, index_key)
 
 
-def _addresses(slots: Tensor) -> tuple[Tensor, Tensor]:
-    """For each of T writes the row to write and its slot, with no host synchronisation.
-
-    A padded row repeats its sequence's first valid write; a sequence without one writes to place -1.
-    """
-    valid = slots >= 0
-    steps = torch.arange(slots.shape[1], device=slots.device).expand_as(slots)
-    rows = torch.where(valid, steps, valid.int().argmax(1, keepdim=True))
-    return rows, slots.gather(1, rows)
-
-
-def _put(pool: Tensor, rows: Tensor, places: Tensor, values: Tensor) -> None:
-    width = (*rows.shape, values.shape[-1])
-    slots = places.clamp_min(0).unsqueeze(-1).expand(width)
-    values = values.gather(1, rows.unsqueeze(-1).expand(width))
-    # a sequence of padding alone rewrites what slot 0 holds
-    values = torch.where(places.unsqueeze(-1) < 0, pool.gather(1, slots), values.to(pool.dtype))
-    pool.scatter_(1, slots, values)
+def _put(pool: Tensor, slots: Tensor, block_table: Tensor | None, rows: Tensor) -> None:
+    """Every row is written, with no host synchronisation: one that must not be repeats the first that must."""
+    page, place, present = locate(slots.clamp_min(0), pool, block_table)
+    valid = (slots >= 0 if present is None else (slots >= 0) & present).flatten()
+    steps = torch.arange(valid.numel(), device=slots.device)
+    source = torch.where(valid, steps, valid.int().argmax())
+    where = page.flatten()[source], place.flatten()[source]
+    # where there is none to repeat, all rewrite what one row holds
+    values = torch.where(valid.any(), rows.flatten(0, 1)[source].to(pool.dtype), pool[where])
+    pool.index_put_(where, values)

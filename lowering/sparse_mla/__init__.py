@@ -9,13 +9,14 @@ torch.library.impl("dsa::sparse_mla_backward", ("cpu", "cuda"))(sparse_mla_backw
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.scale, block_table = inputs
+    ctx.save_for_backward(*tensors, block_table)
 
 
 def _backward(ctx, grad_out, grad_lse):
-    grads = torch.ops.dsa.sparse_mla_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale)
-    return *grads, None, None, None, None
+    *tensors, block_table = ctx.saved_tensors
+    grads = torch.ops.dsa.sparse_mla_backward(grad_out, grad_lse, *tensors, ctx.scale, block_table)
+    return *grads, None, None, None, None, None
 
 
 torch.library.register_autograd("dsa::sparse_mla", _backward, setup_context=_setup_context)

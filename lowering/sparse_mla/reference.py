@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsa_compile.lowering.fp8_rows import unpack
+from dsa_compile.lowering.pages import locate, slot_count
 from dsa_compile.lowering.rows import (
     ROW_BUDGET,
     attend,
@@ -14,6 +16,7 @@ from dsa_compile.lowering.rows import (
     row_slices,
     used_slots,
 )
+from dsa_compile.lowering.sparse_mla.limits import check, check_backward
 
 
 @dataclass(frozen=True)
@@ -60,17 +63,25 @@ def _chunk(
     visible: Tensor | None,
     mask: Tensor | None,
     topk_indices: Tensor | None,
+    block_table: Tensor | None,
     rows: slice,
 ) -> _Chunk:
     dtype = compute_dtype(q_absorbed)
     q = torch.cat([q_absorbed[:, rows], q_pe[:, rows]], -1).to(dtype)
+    num_slots = slot_count(latent, block_table)
     if topk_indices is None:
-        n = used_slots(latent.shape[1], visible, mask, rows)
-        slots, gathered, live = None, latent[:, :n].to(dtype), kept(visible, mask, rows, n, q)
+        n = used_slots(num_slots, visible, mask, rows)
+        slots, live = None, kept(visible, mask, rows, n, q)
+        gathered, present = _prefix(latent, block_table, n)
+        present = None if present is None else present.unsqueeze(1)
     else:
-        slots, live = _picked(_filled(topk_indices[:, rows]), latent.shape[1], visible, mask, rows)
-        batch = torch.arange(latent.shape[0], device=latent.device)[:, None, None]
-        gathered = latent[batch, slots].to(dtype)
+        slots, live = _picked(_filled(topk_indices[:, rows]), num_slots, visible, mask, rows)
+        page, place, present = locate(slots, latent, block_table)
+        gathered = latent[page, place]
+    live = live if present is None else live & present
+    if latent.dtype == torch.uint8:
+        gathered = unpack(gathered, q_absorbed.shape[-1], q_pe.shape[-1], q_absorbed.dtype)
+    gathered = gathered.to(dtype)
     bad = ~gathered.isfinite().all(-1)
     hit = live & (bad if slots is not None else bad.unsqueeze(1))
     return _Chunk(
@@ -80,6 +91,15 @@ def _chunk(
         slots,
         hit.any(-1, keepdim=True),
     )
+
+
+def _prefix(latent: Tensor, block_table: Tensor | None, n: int) -> tuple[Tensor, Tensor | None]:
+    """The first n rows [B, n, width] of each sequence, and bool[B, n] which of them there are, None: all."""
+    if block_table is None:
+        return latent[:, :n], None
+    slots = torch.arange(n, device=latent.device).expand(block_table.shape[0], n)
+    page, place, present = locate(slots, latent, block_table)
+    return latent[page, place], present
 
 
 def _picked(
@@ -105,9 +125,11 @@ def _filled(picks: Tensor) -> Tensor:
     return picks[..., : int(filled.max()) + 1 if filled.numel() else 1]
 
 
-def _row_bytes(q_absorbed: Tensor, latent: Tensor, topk_indices: Tensor | None) -> int:
-    width = latent.shape[1] if topk_indices is None else topk_indices.shape[-1]
-    gathered = 0 if topk_indices is None else 2 * latent.shape[-1]
+def _row_bytes(
+    q_absorbed: Tensor, q_pe: Tensor, latent: Tensor, topk_indices: Tensor | None, block_table: Tensor | None
+) -> int:
+    width = slot_count(latent, block_table) if topk_indices is None else topk_indices.shape[-1]
+    gathered = 0 if topk_indices is None else 2 * (q_absorbed.shape[-1] + q_pe.shape[-1])
     return q_absorbed.shape[0] * width * (3 * q_absorbed.shape[2] + gathered) * compute_dtype(q_absorbed).itemsize
 
 
@@ -119,23 +141,29 @@ def sparse_mla(
     mask: Tensor | None,
     topk_indices: Tensor | None,
     scale: float,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * ([q_absorbed | q_pe] . latent)) c over the slots that are selected and visible.
 
     Args:
-        q_absorbed: W_uk^T q_nope, [B, T, H, R]. q_pe: [B, T, H, P]. latent: rows [kv_c | k_pe], [B, S, R+P].
+        q_absorbed: W_uk^T q_nope, [B, T, H, R]. q_pe: [B, T, H, P].
+        latent: rows [kv_c | k_pe], [B, S, R+P], or in fp8 uint8[B, S, bytes]; then they count as what
+            ``dsa::cache_read`` makes of them in the dtype of the queries.
         topk_indices: int32[B, T, K], any order; entries outside [0, S) are absent, a repeated one counts each time.
             None: every visible slot.
         visible, mask: see `dsa_compile.dims`. scale: the softmax scale.
+        block_table: int32[B, pages], with latent [pages of all sequences, page size, width]; slots of an absent page
+            are not selected.
 
     Returns:
         out [B, T, H, R] and lse float32[B, T, H] (natural logarithm); zeros and -inf for a row that sees nothing.
     """
+    check(q_absorbed, q_pe, latent, visible, mask, topk_indices, block_table)
     T, rank = q_absorbed.shape[1], q_absorbed.shape[-1]
     out = q_absorbed.new_empty(q_absorbed.shape)
     lse = q_absorbed.new_empty(q_absorbed.shape[:3], dtype=compute_dtype(q_absorbed))
-    for rows in row_slices(T, _row_bytes(q_absorbed, latent, topk_indices), ROW_BUDGET):
-        chunk = _chunk(q_absorbed, q_pe, latent, visible, mask, topk_indices, rows)
+    for rows in row_slices(T, _row_bytes(q_absorbed, q_pe, latent, topk_indices, block_table), ROW_BUDGET):
+        chunk = _chunk(q_absorbed, q_pe, latent, visible, mask, topk_indices, block_table, rows)
         probs, part = chunk.attend(scale)
         out[:, rows] = chunk.mix(probs, rank).masked_fill(chunk.bad.unsqueeze(-1), float("nan"))
         lse[:, rows] = part.masked_fill(chunk.bad, float("nan"))
@@ -152,14 +180,21 @@ def sparse_mla_backward(
     mask: Tensor | None,
     topk_indices: Tensor | None,
     scale: float,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `sparse_mla` in q_absorbed, q_pe and latent, recomputed a chunk of rows at a time."""
+    """Gradients of `sparse_mla` in q_absorbed, q_pe and latent, recomputed a chunk of rows at a time.
+
+    Raises:
+        InputError: latent is paged or in fp8: a cache of that kind has no gradient.
+    """
+    check_backward(latent, block_table)
     rank, dtype = q_absorbed.shape[-1], compute_dtype(q_absorbed)
     q_grad = q_absorbed.new_empty(*q_absorbed.shape[:-1], latent.shape[-1])
     latent_grad = torch.zeros(latent.shape, dtype=dtype, device=latent.device)
     batch = torch.arange(latent.shape[0], device=latent.device)[:, None, None]
-    for rows in row_slices(q_absorbed.shape[1], 2 * _row_bytes(q_absorbed, latent, topk_indices), ROW_BUDGET):
-        chunk = _chunk(q_absorbed, q_pe, latent, visible, mask, topk_indices, rows)
+    row_bytes = 2 * _row_bytes(q_absorbed, q_pe, latent, topk_indices, None)
+    for rows in row_slices(q_absorbed.shape[1], row_bytes, ROW_BUDGET):
+        chunk = _chunk(q_absorbed, q_pe, latent, visible, mask, topk_indices, None, rows)
         out_grad, lse_grad = grad_out[:, rows].to(dtype), grad_lse[:, rows].to(dtype)
         probs, _ = chunk.attend(scale)
         scores_grad = attend_backward(probs, chunk.dot(out_grad))
