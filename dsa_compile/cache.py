@@ -16,8 +16,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dsa_compile.dims import IndexerDims, LayerDims
 from dsa_compile.errors import CacheCapacityError, CacheError
+from dsa_compile.lowering.fp8_rows import row_bytes
 
-_FORMAT = "dsa_compile.cache.v1"
+_FORMAT = "dsa_compile.cache.v2"
+_READABLE = (_FORMAT, "dsa_compile.cache.v1")
+"""v1 is v2 without the key ``latents``: no pool was in fp8."""
 
 
 class Lengths:
@@ -52,7 +55,10 @@ class Lengths:
 
 
 class DSACacheLayer(CacheLayerMixin):
-    """The two pools of one layer: ``latent`` [B, S, R+P] and ``index_keys`` [B, S, DI] (DI = 0 without an indexer)."""
+    """The two pools of one layer: ``latent`` [B, S, R+P] and ``index_keys`` [B, S, DI] (DI = 0 without an indexer).
+
+    With ``fp8`` latents are rows uint8[B, S, bytes] of `dsa_compile.lowering.fp8_rows`; ``dtype`` is the model's still.
+    """
 
     is_compileable = False  # generate must hand the 2-D mask to the guard as it is, and leave compiling to it
     is_sliding = False
@@ -60,13 +66,15 @@ class DSACacheLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(
-        self, dims: LayerDims, lengths: Lengths, capacity: int, dtype: torch.dtype, device: torch.device
+        self, dims: LayerDims, lengths: Lengths, capacity: int, dtype: torch.dtype, device: torch.device, fp8: bool
     ) -> None:
         super().__init__()
         self.dims, self.lengths, self.dtype, self.device = dims, lengths, dtype, device
         batch_size = lengths.valid.shape[0]
         index_width = dims.indexer.head_dim if dims.indexer else 0
-        self.latent = torch.zeros(batch_size, capacity, dims.latent_width, dtype=dtype, device=device)
+        width = row_bytes(dims.kv_lora_rank, dims.qk_rope_head_dim) if fp8 else dims.latent_width
+        latent_dtype = torch.uint8 if fp8 else dtype
+        self.latent = torch.zeros(batch_size, capacity, width, dtype=latent_dtype, device=device)
         self.index_keys = torch.zeros(batch_size, capacity, index_width, dtype=dtype, device=device)
         self.is_initialized = True
 
@@ -109,8 +117,8 @@ class DSACacheLayer(CacheLayerMixin):
         return self.latent.shape[1]
 
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in this layer: (R + P + DI) values."""
-        return (self.latent.shape[2] + self.index_keys.shape[2]) * self.latent.element_size()
+        """Bytes that one token takes in this layer."""
+        return sum(pool.shape[2] * pool.element_size() for pool in (self.latent, self.index_keys))
 
     def offload(self) -> None:
         self._move(torch.device("cpu"))
@@ -148,19 +156,20 @@ class DSACacheLayer(CacheLayerMixin):
 class DSACache(Cache):
     """Latent cache of an optimized model; `generate` makes one by itself.
 
-    A token takes (R + P + DI) values a layer that owns an indexer, R + P elsewhere. Padding takes none. Two pools a
-    layer always change together; everything a transformers ``Cache`` does (crop, beam search, reset, batch selection)
-    works on both.
+    A token takes (R + P + DI) values a layer that owns an indexer, R + P elsewhere; in fp8 about half of the R + P.
+    Padding takes none. Two pools a layer always change together; everything a transformers ``Cache`` does (crop, beam
+    search, reset, batch selection) works on both.
 
     Args:
         dims: sizes of each layer.
         batch_size: sequences.
         capacity: slots per sequence; more tokens are a `CacheCapacityError`.
-        dtype, device: of the pools.
+        dtype, device: of the model, and of the pools.
+        fp8: keep latents in fp8 instead of ``dtype``.
         fingerprint: the model that owns it; None until a model first writes to it.
 
     Raises:
-        CacheError: ``batch_size`` or ``capacity`` is below 1.
+        CacheError: ``batch_size`` or ``capacity`` is below 1, or sizes or device have no fp8.
     """
 
     layers: list[DSACacheLayer]  # type: ignore[assignment]
@@ -173,15 +182,18 @@ class DSACache(Cache):
         capacity: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        fp8: bool = False,
         fingerprint: str | None = None,
     ) -> None:
         if batch_size < 1 or capacity < 1:
             raise CacheError(f"DSACache: expected batch_size and capacity from 1 on, came {batch_size}, {capacity}.")
         device = torch.empty(0, device=device).device  # names the index, as tensors do
+        if fp8:
+            check_fp8_device(device)
         self.lengths = Lengths(batch_size, device)
         self.fingerprint = fingerprint
         self.dims = tuple(dims)
-        super().__init__(layers=[DSACacheLayer(d, self.lengths, capacity, dtype, device) for d in self.dims])
+        super().__init__(layers=[DSACacheLayer(d, self.lengths, capacity, dtype, device, fp8) for d in self.dims])
 
     @property
     def capacity(self) -> int:
@@ -190,7 +202,13 @@ class DSACache(Cache):
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the model, which in fp8 is not that of the latent pools."""
         return self.layers[0].dtype
+
+    @property
+    def fp8(self) -> bool:
+        """Whether latents are kept in fp8."""
+        return self.layers[0].latent.dtype == torch.uint8
 
     @property
     def device(self) -> torch.device:
@@ -271,6 +289,7 @@ class DSACache(Cache):
             "dims": json.dumps([asdict(d) for d in self.dims]),
             "capacity": str(self.capacity),
             "dtype": str(self.dtype).removeprefix("torch."),
+            "latents": "fp8" if self.fp8 else "",
             "fingerprint": self.fingerprint or "",
         }
         path = Path(path)
@@ -298,7 +317,7 @@ class DSACache(Cache):
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         except (OSError, SafetensorError) as error:
             raise CacheError(f"{path}: cannot be read as a safetensors file ({error}).") from error
-        if meta.get("format") != _FORMAT:
+        if meta.get("format") not in _READABLE:
             raise CacheError(f"{path}: expected a file written by DSACache.save, came format {meta.get('format')!r}.")
         capacity = int(meta["capacity"]) if capacity is None else capacity
         used = tensors["layers.0.latent"].shape[1]
@@ -314,6 +333,7 @@ class DSACache(Cache):
             capacity=capacity,
             dtype=getattr(torch, meta["dtype"]),
             device=device,
+            fp8=meta.get("latents") == "fp8",
             fingerprint=meta["fingerprint"] or None,
         )
         for i, layer in enumerate(cache.layers):
@@ -323,6 +343,23 @@ class DSACache(Cache):
         cache.lengths.seen = tensors["seen"].to(device)
         cache.lengths.bound = used
         return cache
+
+
+def check_fp8_device(device: torch.device) -> None:
+    """Refuse a GPU without e4m3 arithmetic.
+
+    Raises:
+        CacheError: naming its compute capability.
+    """
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        came = ".".join(map(str, capability))
+        raise CacheError(
+            f"fp8 cache: expected a GPU of compute capability 8.9 or more, came {came} ({device}). Leave "
+            "CacheConfig(dtype=...) out to keep latents in the model's dtype."
+        )
 
 
 def slots_and_visible(valid: Tensor, stored: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from dsa_compile.errors import ConfigError
 
 SELECTORS = ("indexer", "attention", "dense")
 LOWERINGS = ("inductor", "eager")
+CACHE_DTYPES = (None, "fp8")
 DEFAULT_INDEX_TOPK = 2048
 """``index_topk`` of DeepSeek-V3.2 and GLM-5, used where neither the model nor the user names one."""
 
@@ -45,13 +46,21 @@ class _Options:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig(_Options):
-    """How caches are made. ``capacity``: slots per sequence; None sizes a cache for the call that makes it."""
+    """How caches are made.
+
+    Args:
+        capacity: slots per sequence; None sizes a cache for the call that makes it.
+        dtype: ``"fp8"`` keeps latents in e4m3 with a scale for each 128 values and rope keys in bfloat16; index keys
+            stay as they are. None: everything in the model's dtype.
+    """
 
     capacity: int | None = None
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.capacity is not None and self.capacity < 1:
             raise ConfigError(f"CacheConfig.capacity: expected at least 1 slot, came {self.capacity}.")
+        _check_choice("CacheConfig.dtype", self.dtype, CACHE_DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,7 @@ def decode_cost(
     *,
     exact: bool = False,
     itemsize: int = 2,
+    row_bytes: int | None = None,
     index_key_bytes: int | None = None,
 ) -> Cost:
     """One new token behind ``context`` cached ones (itself included).
@@ -54,9 +55,10 @@ def decode_cost(
     Args:
         index_topk: K; None: dense attention, no selection.
         exact: the layer selects by its own attention (``selector="attention"``) instead of by index keys.
-        itemsize: bytes of a cached value. index_key_bytes: of a cached index key; None: ``DI * itemsize``.
+        itemsize: bytes of a cached value. row_bytes: of a cached latent row; None: ``(R + P) * itemsize``.
+        index_key_bytes: of a cached index key; None: ``DI * itemsize``.
     """
-    row = dims.latent_width * itemsize
+    row = row_bytes if row_bytes is not None else dims.latent_width * itemsize
     if index_topk is None:
         return Cost(absorbed_pair_flops(dims) * context, row * context)
     attended = min(context, index_topk)

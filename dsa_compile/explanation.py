@@ -176,21 +176,22 @@ def _layers(
 ) -> list[LayerExplanation]:
     names = {id(module): name for name, module in clone.named_modules()}
     layers = []
-    for module, dims in zip(attention_modules(clone), clone.dsa.dims):
+    for module, dims, held in zip(attention_modules(clone), clone.dsa.dims, clone.make_cache(1, 1).layers):
         path = names[id(module)]
         found = {kind: [e for e in r.entries if e.where == path] for kind, r in reports.items()}
         topk = clone.dsa.index_topk if _is_sparse(found["decode"]) else None
+        row = held.latent.nbytes
         layers.append(
             LayerExplanation(
                 path=path,
                 indexer=_owner(clone, dims),
                 prefill=found["prefill"],
                 decode=found["decode"],
-                bytes_per_token=dims.cached_values_per_token() * itemsize,
+                bytes_per_token=held.bytes_per_token(),
                 stock_bytes_per_token=_stock_values(clone, dims, native, module) * itemsize,
-                dense=cost.decode_cost(dims, context, itemsize=itemsize),
+                dense=cost.decode_cost(dims, context, itemsize=itemsize, row_bytes=row),
                 chosen=cost.decode_cost(
-                    dims, context, topk, exact=clone.dsa.selector == "attention", itemsize=itemsize
+                    dims, context, topk, exact=clone.dsa.selector == "attention", itemsize=itemsize, row_bytes=row
                 ),
             )
         )
@@ -245,7 +246,12 @@ def _weightless(model: Any, cls: type[Any]) -> Any:
 def _options_of(model: Any) -> DSAConfig:
     """Options that prepare a weightless copy as ``model`` was prepared."""
     dsa = model.dsa
-    options = DSAConfig(selector=dsa.selector, index_topk=dsa.index_topk, disable_passes=dsa.config.disable_passes)
+    options = DSAConfig(
+        selector=dsa.selector,
+        index_topk=dsa.index_topk,
+        cache=dsa.config.cache,
+        disable_passes=dsa.config.disable_passes,
+    )
     indexer = next((d.indexer for d in dsa.dims if d.indexer), None)
     if indexer is None or family_named(dsa.family_type).native_indexer:
         return options
