@@ -8,7 +8,7 @@ from typing import Any
 from torch._dynamo.backends.registry import _BACKENDS, register_backend
 from torch.fx import GraphModule
 
-import dsa_compile.lowering  # registers the ops
+import dsa_compile.lowering
 from dsa_compile import compat, report
 from dsa_compile.config import DSAConfig
 from dsa_compile.passes.base import is_dsa_op
@@ -45,6 +45,7 @@ def dsa_backend(
         )
     if config.lowering == "eager":
         return gm.forward
+    dsa_compile.lowering.register_inductor()
     patches = {
         **compat.mode_options(config.mode),
         "post_grad_custom_post_pass": compat.identity_pass(cache_key(config)),

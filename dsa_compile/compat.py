@@ -93,3 +93,89 @@ def compile_fx(gm: GraphModule, example_inputs: list[Any], config_patches: dict[
 
     compiled: Any = compile_fx(gm, example_inputs, config_patches=config_patches)
     return compiled
+
+
+def register_lowering(op: Any, lower: Callable[..., Any]) -> None:
+    """Let Inductor turn ``op`` into what ``lower`` makes of its IR."""
+    from torch._inductor.lowering import register_lowering
+
+    register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def fallback(op: Any, *args: Any) -> Any:
+    """IR that calls ``op`` as it stands."""
+    from torch._inductor.lowering import fallback_handler
+
+    return fallback_handler(op, add_to_fallback_set=False)(*args)
+
+
+def hint(size: Any) -> int:
+    """A size of IR as the number that was seen at capture; no guard."""
+    from torch._inductor.virtualized import V
+
+    return int(V.graph.sizevars.optimization_hint(size))
+
+
+def empty_buffer(size: list[Any], dtype: torch.dtype, device: torch.device) -> Any:
+    """IR of an uninitialised contiguous tensor."""
+    from torch._inductor.lowering import empty_strided
+
+    return empty_strided(size, None, dtype=dtype, device=device)
+
+
+def rows_in_memory(x: Any) -> Any:
+    """``x`` as a buffer whose layout is fixed and whose last dimension is contiguous."""
+    from torch._inductor.ir import ExternKernel
+    from torch._inductor.virtualized import V
+
+    x = ExternKernel.realize_input(x)
+    x.freeze_layout()
+    return x if V.graph.sizevars.statically_known_equals(x.get_stride()[-1], 1) else contiguous(x)
+
+
+def contiguous(x: Any) -> Any:
+    from torch._inductor.ir import ExternKernel
+
+    return ExternKernel.require_contiguous(ExternKernel.realize_input(x))
+
+
+def triton_template(name: str, grid: Callable[..., Any], source: str) -> Any:
+    """An Inductor template from Triton source; names are global, so the same name is made once."""
+    from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate
+
+    made = TritonTemplate.all_templates.get(name)
+    return made or TritonTemplate(name=name, grid=SymbolicGridFn(grid), source=source)
+
+
+def autotuned(
+    name: str,
+    template: Any,
+    choices: list[dict[str, Any]],
+    inputs: list[Any],
+    *,
+    size: list[Any],
+    dtype: torch.dtype,
+    grid_sizes: list[Any],
+    mutated: list[Any],
+    examples: dict[int, Callable[[Any], torch.Tensor]],
+) -> Any:
+    """IR of the output of ``template`` in the fastest of ``choices``.
+
+    Args:
+        choices: compile-time arguments of each. inputs: buffers, in the order of the template's ``def_kernel``.
+        size, dtype: of the contiguous output. grid_sizes: what the template's grid gets first.
+        mutated: inputs that the template writes. examples: by place, what autotuning feeds inputs of indices.
+    """
+    from torch._inductor.ir import FixedLayout, FlexibleLayout
+    from torch._inductor.select_algorithm import autotune_select_algorithm
+
+    layout = FixedLayout(inputs[0].get_device(), dtype, size, FlexibleLayout.contiguous_strides(size))
+    made: list[Any] = []
+    for choice in choices:
+        error = template.maybe_append_choice(
+            made, input_nodes=inputs, layout=layout, mutated_inputs=mutated, call_sizes=grid_sizes, **choice
+        )
+        if error is not None:
+            raise error
+    picked = autotune_select_algorithm(name, made, inputs, layout, input_gen_fns=examples)
+    return picked[0] if isinstance(picked, tuple) else picked  # a node before 2.12, with its choice since

@@ -6,4 +6,12 @@ Importing this package registers every op for CPU and CUDA.
 from dsa_compile.lowering import ops  # isort: skip  # the schemas come first
 from dsa_compile.lowering import cache_read, cache_write, mla, select, select_attention, sparse_mla
 
+
+def register_inductor() -> None:
+    """Make Inductor lower the ops that have templates to them."""
+    from dsa_compile.lowering.sparse_mla.inductor import register
+
+    register()
+
+
 __all__ = ["cache_read", "cache_write", "mla", "ops", "select", "select_attention", "sparse_mla"]

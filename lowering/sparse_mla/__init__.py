@@ -1,10 +1,12 @@
-"""Absorbed attention over the selected latent rows."""
+"""Absorbed attention over the selected latent rows: by Triton kernels on CUDA, eager and in Inductor."""
 
 import torch
 
+from dsa_compile.lowering.sparse_mla.launch import sparse_mla_cuda
 from dsa_compile.lowering.sparse_mla.reference import sparse_mla, sparse_mla_backward
 
-torch.library.impl("dsa::sparse_mla", ("cpu", "cuda"))(sparse_mla)
+torch.library.impl("dsa::sparse_mla", "cpu")(sparse_mla)
+torch.library.impl("dsa::sparse_mla", "cuda")(sparse_mla_cuda)
 torch.library.impl("dsa::sparse_mla_backward", ("cpu", "cuda"))(sparse_mla_backward)
 
 

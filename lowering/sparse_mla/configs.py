@@ -1,0 +1,158 @@
+"""Which kernel configurations serve a call of ``dsa::sparse_mla``, what none can serve, and how a row is split."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_RANK = 512
+LARGEST_ROPE = 64
+MOST_SPLITS = 64
+
+
+@dataclass(frozen=True)
+class Call:
+    """What decides about a kernel: static sizes, and ``rows`` = B T as a hint.
+
+    ``topk``: K, None where attention is dense over ``slots``. ``fp8``: latent rows are bytes.
+    """
+
+    dtype: torch.dtype
+    heads: int
+    rank: int
+    rope: int
+    topk: int | None
+    slots: int
+    rows: int
+    fp8: bool
+    masked: bool
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the table is pruned by. ``shared``: bytes of shared memory that a program may have."""
+
+    major: int
+    processors: int
+    shared: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Device":
+        properties: Any = torch.cuda.get_device_properties(device)
+        return cls(properties.major, properties.multi_processor_count, properties.shared_memory_per_block_optin)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to compile the kernel: ``heads`` of a query row and ``keys`` at a time."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+    def constants(self, call: Call, splits: int) -> dict[str, object]:
+        """The kernel's compile-time arguments that follow from the configuration and the call."""
+        return {
+            "H": call.heads,
+            "R": call.rank,
+            "P": call.rope,
+            "SELECTED": call.topk is not None,
+            "K": call.topk or 0,
+            "SPLITS": splits,
+            "BLOCK_H": self.heads,
+            "BLOCK_N": self.keys,
+            "BLOCK_R": block(call.rank),
+            "BLOCK_P": block(call.rope),
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+    @property
+    def programs_per_processor(self) -> int:
+        """How many fit at once, by their registers."""
+        return 1 if self.heads * self.keys >= 64 * 64 else 2
+
+
+_HOPPER = {
+    "64 heads": (Config(64, 64, 8, 2),),
+    "64 heads fp8": (Config(64, 64, 8, 2),),
+    "32 heads": (Config(32, 64, 4, 2),),
+    "32 heads fp8": (Config(32, 32, 4, 3),),
+    "16 heads": (Config(16, 64, 4, 2), Config(16, 32, 4, 3)),
+    "16 heads fp8": (Config(16, 32, 4, 3), Config(16, 64, 4, 2)),
+}
+"""Measured on an H200 at R = 512, P = 64, the best first."""
+_OTHERS = (Config(16, 64, 4, 2), Config(16, 32, 4, 2), Config(16, 16, 4, 2), Config(16, 16, 4, 1))
+_FLOAT32 = (Config(16, 32, 4, 1), Config(16, 16, 4, 1))
+"""Exact float32 products run on no tensor core: the tile is bound by registers."""
+
+
+def refusal(call: Call) -> str | None:
+    """Why no kernel can serve the call, or None."""
+    if call.dtype not in DTYPES:
+        return f"it computes in float32 at most, the queries are {call.dtype}"
+    if call.masked:
+        return "it takes ranges of visible slots, no mask operand"
+    if call.rank > LARGEST_RANK or call.rope > LARGEST_ROPE:
+        most = f"kv_lora_rank <= {LARGEST_RANK} and qk_rope_head_dim <= {LARGEST_ROPE}"
+        return f"its tiles hold {most}, came {call.rank} and {call.rope}"
+    return None
+
+
+def configs(call: Call, device: Device) -> list[Config]:
+    """The configurations worth trying on this device, the likeliest first; never none."""
+    if call.dtype == torch.float32:
+        table: tuple[Config, ...] = _FLOAT32
+    elif device.major == 9:
+        tile = 64 if call.heads > 32 else 32 if call.heads > 16 else 16
+        table = _HOPPER[f"{tile} heads" + " fp8" * call.fp8] + _OTHERS
+    else:
+        table = _OTHERS
+    fitting = [c for c in table if shared_bytes(call, c) <= device.shared]
+    measured = [c for c in fitting if c not in _OTHERS or device.major != 9]
+    return measured or fitting[:1] or [table[-1]]
+
+
+def shared_bytes(call: Call, config: Config) -> int:
+    """Bytes of shared memory that the kernel takes, from above."""
+    width = block(call.rank) + block(call.rope)
+    queries = config.heads * width * call.dtype.itemsize
+    tile = config.keys * width * call.dtype.itemsize
+    tiles = tile + (config.stages - 1) * (config.keys * (width + block(call.rope)) if call.fp8 else tile)
+    return queries + tiles + 10 * 1024
+
+
+def splits(call: Call, config: Config, device: Device) -> int:
+    """Shares of a row's slots that run side by side, so that few rows fill the device too."""
+    programs = call.rows * -(-call.heads // config.heads)
+    blocks = -(-(call.slots if call.topk is None else call.topk) // config.keys)
+    wanted = device.processors * config.programs_per_processor // max(1, programs)
+    share = -(-blocks // max(1, min(wanted, blocks, MOST_SPLITS)))
+    return max(1, -(-blocks // max(1, share)))
+
+
+def block(width: int) -> int:
+    """The power of two, at least 16, that a tile's side of ``width`` takes."""
+    return max(16, power_of_two(width))
+
+
+def power_of_two(n: int) -> int:
+    """The smallest that is not below ``n``."""
+    return 1 << (n - 1).bit_length()
+
+
+def merge_constants(call: Call, splits: int) -> dict[str, int]:
+    """The merging kernel's compile-time arguments: 128 values a thread."""
+    rows, columns = power_of_two(splits), block(call.rank)
+    warps = max(1, min(8, rows * columns // 4096))
+    return {
+        "H": call.heads,
+        "R": call.rank,
+        "SPLITS": splits,
+        "BLOCK_S": rows,
+        "BLOCK_R": columns,
+        "num_warps": warps,
+        "num_stages": 1,
+    }

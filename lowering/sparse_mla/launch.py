@@ -1,0 +1,111 @@
+"""``dsa::sparse_mla`` on CUDA outside of Inductor: the same kernel, in its likeliest configuration."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from dsa_compile.lowering.sparse_mla import configs
+from dsa_compile.lowering.sparse_mla.configs import Call, Config, Device
+from dsa_compile.lowering.sparse_mla.limits import check
+from dsa_compile.lowering.sparse_mla.reference import sparse_mla
+
+
+def sparse_mla_cuda(
+    q_absorbed: Tensor,
+    q_pe: Tensor,
+    latent: Tensor,
+    visible: Tensor | None,
+    mask: Tensor | None,
+    topk_indices: Tensor | None,
+    scale: float,
+    block_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`reference.sparse_mla` by the Triton kernel, or by the reference with a warning that names the limit."""
+    check(q_absorbed, q_pe, latent, visible, mask, topk_indices, block_table)
+    call = call_of(q_absorbed, q_pe, latent, mask, topk_indices, block_table)
+    reason = configs.refusal(call)
+    if reason is not None:
+        warn_of_refusal(reason)
+        return sparse_mla(q_absorbed, q_pe, latent, visible, mask, topk_indices, scale, block_table)
+    device = Device.of(q_absorbed.device)
+    config = configs.configs(call, device)[0]
+    return launch(q_absorbed, q_pe, latent, visible, topk_indices, scale, block_table, config, device)
+
+
+def call_of(
+    q_absorbed: Tensor,
+    q_pe: Tensor,
+    latent: Tensor,
+    mask: Tensor | None,
+    topk_indices: Tensor | None,
+    block_table: Tensor | None,
+) -> Call:
+    B, T, H, R = q_absorbed.shape
+    return Call(
+        dtype=q_absorbed.dtype,
+        heads=H,
+        rank=R,
+        rope=q_pe.shape[-1],
+        topk=None if topk_indices is None else topk_indices.shape[-1],
+        slots=latent.shape[1] * (1 if block_table is None else block_table.shape[1]),
+        rows=B * T,
+        fp8=latent.dtype == torch.uint8,
+        masked=mask is not None,
+    )
+
+
+def warn_of_refusal(reason: str) -> None:
+    warnings.warn(f"dsa::sparse_mla runs as its reference, not as a Triton kernel: {reason}.", stacklevel=3)
+
+
+def launch(
+    q_absorbed: Tensor,
+    q_pe: Tensor,
+    latent: Tensor,
+    visible: Tensor | None,
+    topk_indices: Tensor | None,
+    scale: float,
+    block_table: Tensor | None,
+    config: Config,
+    device: Device,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run one configuration. ``splits``: shares of a row; None: as many as fill the device."""
+    from dsa_compile.lowering.sparse_mla import kernel
+
+    B, T, H, R = q_absorbed.shape
+    call = call_of(q_absorbed, q_pe, latent, None, topk_indices, block_table)
+    splits = configs.splits(call, config, device) if splits is None else splits
+    out = q_absorbed.new_empty(B, T, H, R)
+    lse = q_absorbed.new_empty(B, T, H, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    parts = (out, lse) if splits == 1 else (out.new_empty(B, T, splits, H, R), lse.new_empty(B, T, splits, H))
+    q_absorbed, q_pe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_absorbed, q_pe))
+    latent_or = lambda x: latent if x is None else x.contiguous()  # noqa: E731
+    with torch.cuda.device_of(out):
+        kernel.attend_kernel[(B * T * splits * -(-H // config.heads),)](
+            q_absorbed,
+            q_pe,
+            latent,
+            latent_or(visible),
+            latent_or(topk_indices),
+            latent_or(block_table),
+            *parts,
+            *q_absorbed.stride()[:3],
+            *q_pe.stride()[:3],
+            latent.stride(0),
+            latent.stride(1),
+            latent.shape[0],
+            0 if block_table is None else block_table.shape[1],
+            call.slots,
+            T,
+            scale,
+            PAGE=0 if block_table is None else latent.shape[1],
+            HAS_VISIBLE=visible is not None,
+            **config.constants(call, splits),
+        )
+        if splits > 1:
+            kernel.merge_kernel[(B * T * H,)](*parts, out, lse, **configs.merge_constants(call, splits))
+    return out, lse
