@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dsa_compile import lowering  # noqa: F401 (registers the ops)
-from dsa_compile.cache import DSACache, slots_and_visible
+from dsa_compile.cache import DSACache, check_fp8_device, slots_and_visible
 from dsa_compile.dims import IndexerDims, LayerDims
 from dsa_compile.errors import CacheCapacityError, CacheError
+from dsa_compile.lowering.fp8_rows import unpack
 
 PLAIN = LayerDims(n_heads=2, kv_lora_rank=3, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)
 INDEXED = LayerDims(**{**vars(PLAIN), "indexer": IndexerDims(n_heads=2, head_dim=4)})
@@ -217,6 +218,9 @@ def test_bytes_of_a_deepseek_v32_token(device):
     assert cache.bytes_per_token() == [1408, 1152]
     assert cache.nbytes() == 4 * (1408 + 1152)
     assert V32.expanded_values_per_token() * 2 == 81_920
+    quantised = DSACache((V32, plain), batch_size=1, capacity=4, dtype=torch.bfloat16, device=device, fp8=True)
+    assert quantised.bytes_per_token() == [656 + 256, 656]
+    assert quantised.nbytes() == 4 * (912 + 656)
 
 
 def test_an_offloaded_layer_is_on_the_cpu_and_comes_back(device):
@@ -302,3 +306,79 @@ def test_a_copy_lives_its_own_life(device, how):
     assert stored(cache) == FILLED
     assert [len(row) for row in stored(twin)] == [4, 6]
     assert all(layer.lengths is twin.lengths for layer in twin.layers)
+
+
+FP8_DIMS = LayerDims(**{**vars(INDEXED), "kv_lora_rank": 4})
+"""The smallest layer with rows in fp8: its scales are aligned."""
+
+
+def filled_in_fp8(device):
+    """Sequences [0, 1, 2] and [10, 11, 12] in one layer, all of them e4m3 values."""
+    cache = DSACache((FP8_DIMS,), batch_size=2, capacity=CAPACITY, dtype=torch.bfloat16, device=device, fp8=True)
+    valid = torch.ones(2, 3, dtype=torch.bool, device=device)
+    cache.lengths.slots, _ = cache.plan(valid)
+    rows = torch.tensor([[0, 1, 2], [10, 11, 12]], device=device).bfloat16()[:, None, :, None]
+    cache.update(rows.expand(-1, -1, -1, 4), rows.expand(-1, -1, -1, 2), 0)
+    cache.update_indexer(rows[:, 0].expand(-1, -1, 4), 0)
+    cache.lengths.slots = None
+    cache.commit(valid)
+    return cache
+
+
+def read_in_fp8(cache):
+    values = unpack(cache.layers[0].latent, 4, 2, cache.dtype)
+    assert torch.equal(values, values[..., :1].expand_as(values))
+    assert torch.equal(values[..., :4], cache.layers[0].index_keys)
+    return [values[b, :n, 0].tolist() for b, n in enumerate(cache.lengths.valid.tolist())]
+
+
+def test_everything_is_done_to_fp8_rows_too(device, tmp_path):
+    cache = filled_in_fp8(device)
+    assert (cache.dtype, cache.fp8, cache.layers[0].latent.dtype) == (torch.bfloat16, True, torch.uint8)
+    assert read_in_fp8(cache) == [[0, 1, 2], [10, 11, 12]]
+    cache.layers[0].offload()
+    cache.layers[0].prefetch()
+    cache.reorder_cache(torch.tensor([1, 0], device=device))
+    cache.save(tmp_path / "cache")
+    loaded = DSACache.load(tmp_path / "cache", capacity=5, device=device)
+    assert (loaded.dtype, loaded.fp8, loaded.bytes_per_token()) == (torch.bfloat16, True, [4 + 4 + 4 + 8])
+    assert torch.equal(loaded.layers[0].latent[:, :3], cache.layers[0].latent[:, :3])
+    for twin in (cache, loaded, copy.deepcopy(cache)):
+        assert read_in_fp8(twin) == [[10, 11, 12], [0, 1, 2]]
+        twin.crop(-1)
+        twin.batch_repeat_interleave(2)
+        twin.batch_select_indices(torch.tensor([3, 0], device=device))
+        assert [row[:2] for row in read_in_fp8(twin)] == [[0, 1], [10, 11]]
+        twin.reset()
+        assert not twin.layers[0].latent.any()
+
+
+def test_files_of_the_format_before_fp8_are_read(device, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    filled(device).save(tmp_path / "cache")
+    with safe_open(tmp_path / "cache", framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    assert (metadata["format"], metadata.pop("latents")) == ("dsa_compile.cache.v2", "")
+    save_file(tensors, tmp_path / "cache", metadata | {"format": "dsa_compile.cache.v1"})
+    loaded = DSACache.load(tmp_path / "cache", device=device)
+    assert (stored(loaded), loaded.fp8) == (FILLED, False)
+
+
+def test_sizes_without_fp8_rows_are_refused(device):
+    with pytest.raises(
+        CacheError, match=r"multiple of 4 and an even qk_rope_head_dim, came 3 and 2\. Leave CacheConfig"
+    ):
+        DSACache(DIMS, batch_size=2, capacity=4, dtype=torch.bfloat16, device=device, fp8=True)
+
+
+def test_a_gpu_without_e4m3_is_refused(monkeypatch):
+    for capability in ((8, 0), (8, 6), (7, 5)):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device, came=capability: came)
+        with pytest.raises(CacheError, match=rf"8\.9 or more, came {capability[0]}\.{capability[1]} \(cuda:0\)"):
+            check_fp8_device(torch.device("cuda", 0))
+        check_fp8_device(torch.device("cpu"))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 9))
+    check_fp8_device(torch.device("cuda", 0))

@@ -51,6 +51,7 @@ CONFIGS = [
     ({"index_topk": 0}, ConfigError, "index_topk: expected at least 1, came 0"),
     ({"selector": "best"}, ConfigError, "selector: expected one of"),
     ({"lowering": "cuda"}, ConfigError, "lowering: expected one of 'inductor', 'eager'"),
+    ({"cache": {"dtype": "int4"}}, ConfigError, r"CacheConfig\.dtype: expected one of None, 'fp8', came 'int4'"),
     ({"selector": "dense", "indexer": "random"}, ConfigError, "read by selector='indexer' alone"),
     ({"mode": "max-autotune", "lowering": "eager"}, ConfigError, "needs lowering='inductor'"),
     ({"cache": {"capacty": 4}}, ConfigError, "did you mean 'capacity'"),

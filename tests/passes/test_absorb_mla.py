@@ -6,11 +6,14 @@ from graphs import DIMS, RANK, attend, over_pool, selected, unrelated
 from harness import PassHarness
 from strategies import mla_rows
 
+from dsa_compile.dims import LayerDims
+from dsa_compile.lowering.fp8_rows import pack
 from dsa_compile.passes.absorb_mla import AbsorbMLA
 
 check = PassHarness(AbsorbMLA())
 MLA, SPARSE = "dsa.mla.default", "dsa.sparse_mla.default"
 ROUNDING = 1e-12
+FP8_DIMS = LayerDims(**{**vars(DIMS), "kv_lora_rank": 12})
 
 
 def inputs(device, queries=1, batch=2, slots=11):
@@ -27,6 +30,25 @@ def test_one_row_over_a_pool_reads_the_pool_itself(device):
     (sparse,) = outcome.nodes(torch.ops.dsa.sparse_mla.default)
     assert sparse.args[2].op == "placeholder"
     assert outcome.entries[0].reason == "dsa::sparse_mla over all visible slots"
+
+
+def over_fp8_rows(q, rows, weight, visible, *, late_write=False):
+    rank, rope = FP8_DIMS.kv_lora_rank, FP8_DIMS.qk_rope_head_dim
+    latent = torch.ops.dsa.cache_read.default(rows, rank, rope, q.dtype)
+    c_kv, k_pe = latent[..., :rank], latent[..., rank:]
+    if late_write:
+        rows.zero_()
+    return attend(q, c_kv, k_pe, weight, visible)
+
+
+@pytest.mark.parametrize("late_write", [False, True])
+def test_one_row_over_a_pool_in_fp8_reads_its_rows_itself_unless_they_have_changed(device, late_write):
+    rows = mla_rows(FP8_DIMS, 2, 1, 11, device)
+    args = rows.q, pack(rows.c_kv, rows.k_pe), rows.kv_b_weight, rows.visible
+    read = {} if late_write else {"dsa.cache_read.default": -1}
+    outcome = check(over_fp8_rows, *args, matches=1, ops={**ABSORBED, **read}, atol=ROUNDING, late_write=late_write)
+    (sparse,) = outcome.nodes(torch.ops.dsa.sparse_mla.default)
+    assert (sparse.args[2].op == "placeholder") != late_write
 
 
 def test_one_row_over_separate_rows_joins_them(device):
