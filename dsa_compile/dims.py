@@ -57,10 +57,6 @@ class LayerDims:
         """Values of one latent row ``[kv_c | k_pe]``: R + P."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
-    def cached_values_per_token(self) -> int:
-        """Values that the latent cache holds for one token."""
-        return self.latent_width + (self.indexer.head_dim if self.indexer else 0)
-
     def expanded_values_per_token(self) -> int:
         """Values that a cache of expanded keys and values holds for one token (stock DeepSeek-V3.2 in transformers)."""
         return self.n_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
