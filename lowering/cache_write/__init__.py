@@ -2,8 +2,10 @@
 
 import torch
 
+from dsa_compile.lowering.cache_write.launch import cache_write_cuda
 from dsa_compile.lowering.cache_write.reference import cache_write
 
-torch.library.impl("dsa::cache_write", ("cpu", "cuda"))(cache_write)
+torch.library.impl("dsa::cache_write", "cpu")(cache_write)
+torch.library.impl("dsa::cache_write", "cuda")(cache_write_cuda)
 
 __all__ = ["cache_write"]

@@ -1,0 +1,113 @@
+"""``dsa::cache_write`` in Triton: a program moves one row of a call to its slot.
+
+Import this module inside functions only: it needs triton.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _place(SLOTS, TABLE, b, row, page_stride, slot_stride, num_pages, pages_per_sequence, PAGE: tl.constexpr):
+    """Where the row goes in its pool, in elements, and whether it goes anywhere."""
+    slot = tl.load(SLOTS + row)
+    if PAGE == 0:
+        return b.to(tl.int64) * page_stride + slot * slot_stride, (slot >= 0) & (slot < pages_per_sequence)
+    else:
+        inside = (slot >= 0) & (slot < pages_per_sequence * PAGE)
+        page = tl.load(TABLE + b * pages_per_sequence + slot // PAGE, mask=inside, other=-1)
+        return page.to(tl.int64) * page_stride + slot % PAGE * slot_stride, (page >= 0) & (page < num_pages)
+
+
+@triton.jit
+def _values(ROWS, b, t, stride_b, stride_t, columns, WIDTH: tl.constexpr):
+    return tl.load(ROWS + b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + columns, mask=columns < WIDTH)
+
+
+@triton.jit
+def copy_kernel(
+    POOL,
+    SLOTS,
+    TABLE,
+    FIRST,
+    SECOND,
+    first_stride_b,
+    first_stride_t,
+    second_stride_b,
+    second_stride_t,
+    page_stride,
+    slot_stride,
+    num_pages,
+    pages_per_sequence,
+    T,
+    FIRST_WIDTH: tl.constexpr,
+    SECOND_WIDTH: tl.constexpr,
+    FIRST_BLOCK: tl.constexpr,
+    SECOND_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Rows [FIRST | SECOND] in the dtype of the pool. With PAGE 0, ``pages_per_sequence`` counts slots."""
+    row = tl.program_id(0)
+    b = row // T
+    t = row % T
+    place, valid = _place(SLOTS, TABLE, b, row, page_stride, slot_stride, num_pages, pages_per_sequence, PAGE)
+    columns = tl.arange(0, FIRST_BLOCK)
+    first = _values(FIRST, b, t, first_stride_b, first_stride_t, columns, FIRST_WIDTH)
+    tl.store(POOL + place + columns, first.to(POOL.dtype.element_ty), mask=valid & (columns < FIRST_WIDTH))
+    if SECOND_WIDTH > 0:
+        columns = tl.arange(0, SECOND_BLOCK)
+        second = _values(SECOND, b, t, second_stride_b, second_stride_t, columns, SECOND_WIDTH)
+        second = second.to(POOL.dtype.element_ty)
+        tl.store(POOL + place + FIRST_WIDTH + columns, second, mask=valid & (columns < SECOND_WIDTH))
+
+
+@triton.jit
+def pack_kernel(
+    POOL,
+    SLOTS,
+    TABLE,
+    FIRST,
+    SECOND,
+    first_stride_b,
+    first_stride_t,
+    second_stride_b,
+    second_stride_t,
+    page_stride,
+    slot_stride,
+    num_pages,
+    pages_per_sequence,
+    T,
+    FIRST_WIDTH: tl.constexpr,
+    SECOND_WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    SECOND_BLOCK: tl.constexpr,
+    SMALLEST_PEAK: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Rows as `fp8_rows.pack` writes them, to the bit."""
+    row = tl.program_id(0)
+    b = row // T
+    t = row % T
+    place, valid = _place(SLOTS, TABLE, b, row, page_stride, slot_stride, num_pages, pages_per_sequence, PAGE)
+    tiles = tl.arange(0, BLOCK_TILES)
+    columns = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    FIRST += b.to(tl.int64) * first_stride_b + t.to(tl.int64) * first_stride_t
+    values = tl.load(FIRST + columns, mask=columns < FIRST_WIDTH, other=0.0).to(tl.float32)
+    # NaN and inf have the largest bits, so an integer maximum keeps what a float maximum may drop
+    bits = tl.max(tl.abs(values).to(tl.int32, bitcast=True), 1)
+    good = bits < 0x7F800000
+    peak = tl.maximum(bits.to(tl.float32, bitcast=True), SMALLEST_PEAK)
+    exponent = (peak.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000
+    exponent -= 8 << 23
+    scale = exponent.to(tl.float32, bitcast=True)
+    inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
+    codes = tl.where(good[:, None], values * inverse[:, None], 0.0).to(tl.float8e4nv)
+    tl.store(POOL + place + columns, codes.to(tl.uint8, bitcast=True), mask=valid & (columns < FIRST_WIDTH))
+    scales = (POOL + place + FIRST_WIDTH).to(tl.pointer_type(tl.float32))
+    tl.store(scales + tiles, tl.where(good, scale, float("nan")), mask=valid & (tiles < TILES))
+    columns = tl.arange(0, SECOND_BLOCK)
+    second = _values(SECOND, b, t, second_stride_b, second_stride_t, columns, SECOND_WIDTH).to(tl.bfloat16)
+    ropes = (POOL + place + FIRST_WIDTH + 4 * TILES).to(tl.pointer_type(tl.bfloat16))
+    tl.store(ropes + columns, second, mask=valid & (columns < SECOND_WIDTH))

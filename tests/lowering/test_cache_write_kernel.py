@@ -1,0 +1,39 @@
+"""The Triton kernels of ``dsa::cache_write``, interpreted on the CPU; on a GPU every test of the op runs them."""
+
+import hopper
+
+PROGRAM = """
+import torch
+from dsa_compile import lowering
+from dsa_compile.lowering.cache_write.launch import cache_write_cuda
+from dsa_compile.lowering.cache_write.reference import cache_write
+from dsa_compile.lowering.fp8_rows import row_bytes, unpack
+
+torch.manual_seed(0)
+slots = torch.tensor([[3, -1, 7, 0, 11], [-1, -1, 2, 5, 1]])
+table = torch.tensor([[5, 1, -1], [0, 9, 6]]).int()
+for R, P, fp8, page in [(32, 8, False, 0), (36, 8, False, 4), (160, 8, True, 0), (32, 8, True, 4)]:
+    c_kv, k_pe, key = torch.randn(2, 5, R), torch.randn(2, 5, P + 4)[..., 2:-2], torch.randn(2, 5, 16)
+    c_kv[0, 2, 3] = float("nan")
+    size = (8, page) if page else (2, 12)
+    latent = torch.randint(0, 127, (*size, row_bytes(R, P))).byte() if fp8 else torch.randn(*size, R + P)
+    pools = latent, torch.randn(*size, 16)
+    ours, theirs = ([pool.clone() for pool in pools] for _ in range(2))
+    for write, into in ((cache_write_cuda, ours), (cache_write, theirs)):
+        write(*into, slots, c_kv, k_pe, key, table if page else None)
+    assert torch.equal(ours[1], theirs[1])
+    if fp8:  # the interpreter rounds to e4m3 and bf16 in ways of its own
+        a, b = (unpack(x[0], R, P, torch.float32) for x in (ours, theirs))
+        changed = (theirs[0] != latent).any(-1)
+        assert torch.equal((ours[0] != latent).any(-1), changed)
+        assert torch.equal(a.isnan(), b.isnan())
+        assert ((a - b).abs() <= b.abs() / 2 + 1e-6)[~b.isnan()].all()
+    else:
+        assert torch.equal(ours[0].isnan(), theirs[0].isnan())
+        assert torch.equal(ours[0].nan_to_num(), theirs[0].nan_to_num())
+    print("right")
+"""
+
+
+def test_rows_land_where_the_reference_puts_them(tmp_path):
+    assert hopper.interpreted(PROGRAM, tmp_path).count("right") == 4
