@@ -12,7 +12,7 @@ import dsa_compile
 from dsa_compile.lowering.sparse_mla import configs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
-KERNEL = "def triton_dsa_sparse_mla"
+KERNEL = "from dsa_compile.lowering.sparse_mla.kernel import attend"
 
 
 def generate(model, ids, mask):
@@ -22,7 +22,7 @@ def generate(model, ids, mask):
 @pytest.mark.parametrize("case", FAMILIES)
 def test_templates_give_the_tokens_of_the_references(case, device, recwarn):
     ids, mask = token_ids(3, 3 * TOPK, device), left_padded(3, 3 * TOPK, device)["attention_mask"]
-    with mock.patch.object(configs, "refusal", lambda call: "a test wants the reference"):
+    with mock.patch.object(configs, "refusal", return_value="a test wants the reference"):
         want = generate(optimized(case, device), ids, mask)
     recwarn.clear()
     model = optimized(case, device, lowering="inductor")
@@ -59,6 +59,6 @@ def test_tinyseek_answers_as_with_the_references(cache, lowering, device, pytest
         return [text.strip().partition(".")[0] for text in said]
 
     ours = answers(lowering)
-    with mock.patch.object(configs, "refusal", lambda call: "a test wants the reference"):
+    with mock.patch.object(configs, "refusal", return_value="a test wants the reference"):
         assert ours == answers("eager")
     assert sum(said == n.code for said, n in zip(ours, needles)) >= 5

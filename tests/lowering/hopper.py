@@ -1,5 +1,6 @@
 """A Hopper GPU that is not there: Inductor renders for it, Triton compiles for it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy
+import pytest
 import torch
 import torch.utils._triton
 from torch._dynamo.device_interface import CudaInterface
@@ -134,8 +137,8 @@ def compiled(source, folder):
 
 def interpreted(program, folder):
     """Run a program under Triton's interpreter, in a process of its own: the switch is read at import."""
-    import os
-
+    if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
+        pytest.skip("the interpreter of Triton 3.6 fails on loops with numpy 2.4 and later")
     path = Path(folder) / "program.py"
     path.write_text(program)
     done = subprocess.run(
