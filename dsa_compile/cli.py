@@ -163,7 +163,7 @@ def startup(
 
         if out is not None and (out.is_dir() or not out.parent.is_dir()):
             raise ConfigError(f"--out: expected a file in a folder that exists, came {out}.")
-        from dsa_compile.bench import startup as run
+        from dsa_compile.bench.startup import startup as run
 
         run(layers, lowering, out)
 

@@ -1,4 +1,4 @@
-"""Benchmarks that ``dsa-compile bench`` runs."""
+"""``dsa-compile bench startup``: how long a deep model takes to its first token."""
 
 import json
 import time
