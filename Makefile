@@ -31,3 +31,4 @@ lint: setup
 bench: setup
 	$(BIN)/dsa-compile bench startup --lowering eager
 	$(BIN)/dsa-compile bench startup --lowering inductor
+	if command -v nvidia-smi > /dev/null; then $(BIN)/dsa-compile bench attention; fi

@@ -20,6 +20,7 @@ Selector = Annotated[str | None, typer.Option(help="indexer, attention or dense;
 Topk = Annotated[int | None, typer.Option("--index-topk", help="Tokens that a query attends to.")]
 Indexer = Annotated[str | None, typer.Option(help="Safetensors file or folder with indexer weights, or 'random'.")]
 DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Out = Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
@@ -155,17 +156,37 @@ def generate(
 def startup(
     layers: Annotated[int, typer.Option(help="Layers of the DeepSeek-V3.2 miniature.", min=1)] = 61,
     lowering: Annotated[str, typer.Option(help="inductor or eager.")] = "eager",
-    out: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
+    out: Out = None,
 ) -> None:
     """Time from optimize to the first decode step of a deep model."""
     with one_line_errors():
-        from dsa_compile.errors import ConfigError
-
-        if out is not None and (out.is_dir() or not out.parent.is_dir()):
-            raise ConfigError(f"--out: expected a file in a folder that exists, came {out}.")
+        _check_out(out)
         from dsa_compile.bench.startup import startup as run
 
         run(layers, lowering, out)
+
+
+@bench_app.command()
+def attention(
+    case: Annotated[list[str] | None, typer.Option(help="A case; give it again for another. Default: all.")] = None,
+    lowering: Annotated[str, typer.Option(help="inductor or eager.")] = "inductor",
+    out: Out = None,
+) -> None:
+    """Check sparse MLA attention against float64 on a GPU, then time it; exits with 1 if a result is wrong."""
+    with one_line_errors():
+        _check_out(out)
+        from dsa_compile.bench.attention import attention as run
+
+        figures = run(case or None, lowering, out)
+    if figures["wrong"]:
+        raise typer.Exit(1)
+
+
+def _check_out(out: Path | None) -> None:
+    from dsa_compile.errors import ConfigError
+
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise ConfigError(f"--out: expected a file in a folder that exists, came {out}.")
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

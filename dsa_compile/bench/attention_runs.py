@@ -1,0 +1,96 @@
+"""What is timed as sparse MLA attention, in which configuration it runs, and a peer."""
+
+import importlib.util
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dsa_compile.lowering
+from dsa_compile.bench.attention_cases import SCALE, Case, Inputs
+from dsa_compile.bench.timing import Launch
+from dsa_compile.lowering.sparse_mla import configs, launch
+
+UNSERVED = "reference, no kernel"
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def op(q_absorbed: Tensor, q_pe: Tensor, latent: Tensor, visible: Tensor, picks: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.dsa.sparse_mla(q_absorbed, q_pe, latent, visible, None, picks, SCALE)
+    return out, lse
+
+
+def compiled() -> Launch:
+    """`op` by Inductor, with nothing left of what was compiled before."""
+    dsa_compile.lowering.register_inductor()
+    torch.compiler.reset()
+    made: Launch = torch.compile(op, fullgraph=True, dynamic=False)
+    return made
+
+
+@contextmanager
+def fresh_caches() -> Iterator[Path]:
+    """An empty folder for what Inductor and Triton write.
+
+    What they kept of an earlier run may be of another kernel: a template's key holds its own text alone.
+    """
+    before = {name: os.environ.pop(name, None) for name in CACHES}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ.update(zip(CACHES, (folder, f"{folder}/triton")))
+        try:
+            yield Path(folder)
+        finally:
+            for name in CACHES:
+                os.environ.pop(name, None)
+            os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def eager_configuration(inputs: Inputs) -> str:
+    """What `launch.sparse_mla_cuda` takes for a call."""
+    q, q_pe, pool, _, picks = inputs
+    call = launch.call_of(q, q_pe, pool, None, picks, None)
+    if not q.is_cuda or configs.refusal(call) is not None:
+        return UNSERVED
+    device = configs.Device.of(q.device)
+    config = configs.configs(call, device)[0]
+    return described(config.heads, config.keys, config.warps, config.stages, configs.splits(call, config, device))
+
+
+def inductor_configuration(folder: Path) -> str:
+    """What Inductor chose, read from the code of the graph that it wrote into its cache."""
+    for path in folder.rglob("*.py"):
+        for kernel in path.read_text().split("async_compile.triton(")[1:]:
+            sizes = [re.search(rf"\b{n} : tl\.constexpr = (\d+)", kernel) for n in ("BLOCK_H", "BLOCK_N", "SPLITS")]
+            options = [re.search(rf"\b{name}=(\d+)", kernel) for name in ("num_warps", "num_stages")]
+            found = [int(match[1]) for match in (*sizes, *options) if match is not None]
+            if len(found) == len(sizes) + len(options):
+                heads, keys, splits, warps, stages = found
+                return described(heads, keys, warps, stages, splits)
+    return UNSERVED
+
+
+def described(heads: int, keys: int, warps: int, stages: int, splits: int) -> str:
+    return f"{heads} x {keys}, {warps} warps, {stages} stages, {splits} splits"
+
+
+def flash_mla(case: Case) -> tuple[Callable[[Inputs], tuple[Any, ...]], Launch] | None:
+    """FlashMLA's sparse prefill, if it is installed and the case is one: what it takes of inputs, and the call."""
+    if case.fp8 or case.batch > 1 or case.queries == 1 or importlib.util.find_spec("flash_mla") is None:
+        return None
+
+    def arguments(inputs: Inputs) -> tuple[Any, ...]:
+        q, q_pe, pool, _, picks = inputs
+        return torch.cat([q, q_pe], -1)[0], pool[0].unsqueeze(1), picks[0].unsqueeze(1)
+
+    def call(q: Tensor, latent: Tensor, picks: Tensor) -> tuple[Tensor]:
+        from flash_mla import flash_mla_sparse_fwd
+
+        return (flash_mla_sparse_fwd(q, latent, picks, SCALE)[0].unsqueeze(0),)
+
+    return arguments, call
