@@ -116,6 +116,13 @@ def hint(size: Any) -> int:
     return int(V.graph.sizevars.optimization_hint(size))
 
 
+def known_below(size: Any, bound: int) -> bool:
+    """Whether a size of IR is smaller on every run of the graph."""
+    from torch._inductor.virtualized import V
+
+    return bool(V.graph.sizevars.statically_known_lt(size, bound))
+
+
 def empty_buffer(size: list[Any], dtype: torch.dtype, device: torch.device) -> Any:
     """IR of an uninitialised contiguous tensor."""
     from torch._inductor.lowering import empty_strided

@@ -105,6 +105,7 @@ def _attend(
     options = {
         "SCALE": scale,
         "PAGE": 0 if block_table is None else int(latent.get_size()[1]),
+        "FAR": not compat.known_below(_extent(inputs["latent"], block_table is not None), 2**31),
         "HAS_VISIBLE": visible is not None,
     }
     out = compat.autotuned(
@@ -119,6 +120,12 @@ def _attend(
         examples={i: _example(name, call) for i, name in enumerate(inputs) if name in ("visible", "indices", "table")},
     )
     return out, lse
+
+
+def _extent(latent: Any, paged: bool) -> Any:
+    """Elements between the first and the last row of what is indexed as one: a sequence's pool, or all pages."""
+    size, stride = latent.get_size(), latent.get_stride()
+    return size[0] * stride[0] if paged else size[1] * stride[1]
 
 
 def _merge(call: Call, splits: int, parts: Any, part_lse: Any) -> tuple[Any, Any]:

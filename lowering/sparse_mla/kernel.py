@@ -98,6 +98,15 @@ def _latent_tile(
 
 
 @triton.jit
+def _block_of_slots(INDICES, row, places, end, SELECTED: tl.constexpr, K: tl.constexpr):
+    """The slots that stand at ``places`` of a row's selection, or the places themselves; -1 from ``end`` on."""
+    if SELECTED:
+        return tl.load(INDICES + row.to(tl.int64) * K + places, mask=places < end, other=-1)
+    else:
+        return tl.where(places < end, places, -1)
+
+
+@triton.jit
 def attend(
     Q,
     Q_PE,
@@ -127,6 +136,7 @@ def attend(
     SELECTED: tl.constexpr,
     K: tl.constexpr,
     PAGE: tl.constexpr,
+    FAR: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -140,6 +150,7 @@ def attend(
         row: b * T + t. heads: int32[BLOCK_H]. split: which of SPLITS shares.
         SELECTED: attend to the K entries of the row of INDICES; else to every visible slot.
         PAGE: slots of a page of TABLE; 0: each sequence has a pool of its own.
+        FAR: rows may lie 2^31 elements or more behind the start of their pool.
         Tensors that a case does not need may be anything.
 
     Returns:
@@ -172,23 +183,26 @@ def attend(
     pool = LATENT
     if PAGE == 0:
         pool += b.to(tl.int64) * page_stride
+    # slots are read a block ahead: the gather of a block then waits for no index
+    upcoming = _block_of_slots(INDICES, row, begin + entries, end, SELECTED, K)
     for start in range(begin, end, BLOCK_N):
-        if SELECTED:
-            if K % BLOCK_N == 0:
-                slots = tl.load(INDICES + row.to(tl.int64) * K + start + entries)
-            else:
-                slots = tl.load(INDICES + row.to(tl.int64) * K + start + entries, mask=start + entries < K, other=-1)
-        else:
-            slots = start + entries
+        slots = upcoming
+        upcoming = _block_of_slots(INDICES, row, start + BLOCK_N + entries, end, SELECTED, K)
         live = (slots >= first) & (slots < last)
         slots = tl.where(live, slots, 0)
-        if PAGE == 0:
-            places = slots.to(tl.int64) * slot_stride
-        else:
+        if PAGE > 0:
             page = tl.load(TABLE + b * pages_per_sequence + slots // PAGE, mask=live, other=-1)
             live = live & (page >= 0) & (page < num_pages)
             page = tl.where(live, page, 0)
-            places = page.to(tl.int64) * page_stride + (slots % PAGE).to(tl.int64) * slot_stride
+            slots = slots % PAGE
+            if FAR:
+                places = page.to(tl.int64) * page_stride + slots * slot_stride
+            else:
+                places = page * page_stride + slots * slot_stride
+        elif FAR:
+            places = slots.to(tl.int64) * slot_stride
+        else:
+            places = slots * slot_stride
         c_kv, k_pe = _latent_tile(pool + places, live, q.dtype, R, P, BLOCK_R, BLOCK_P)
         if LATENT.dtype.element_ty == tl.uint8 and BLOCK_H < 64:
             # else mma.sync operands are laid out for the bytes that the tile was made of, out of ldmatrix' reach
@@ -239,6 +253,7 @@ def attend_kernel(
     SELECTED: tl.constexpr,
     K: tl.constexpr,
     PAGE: tl.constexpr,
+    FAR: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -279,6 +294,7 @@ def attend_kernel(
         SELECTED,
         K,
         PAGE,
+        FAR,
         SPLITS,
         BLOCK_H,
         BLOCK_N,

@@ -83,6 +83,7 @@ def launch(
         return out, lse
     parts = (out, lse) if splits == 1 else (out.new_empty(B, T, splits, H, R), lse.new_empty(B, T, splits, H))
     q_absorbed, q_pe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_absorbed, q_pe))
+    reach = latent.shape[1] * latent.stride(1) if block_table is None else latent.shape[0] * latent.stride(0)
     latent_or = lambda x: latent if x is None else x.contiguous()  # noqa: E731
     with torch.cuda.device_of(out):
         kernel.attend_kernel[(B * T * splits * -(-H // config.heads),)](
@@ -103,6 +104,7 @@ def launch(
             T,
             scale,
             PAGE=0 if block_table is None else latent.shape[1],
+            FAR=reach >= 2**31,
             HAS_VISIBLE=visible is not None,
             **config.constants(call, splits),
         )
