@@ -33,8 +33,11 @@ def templates() -> tuple[Any, Any]:
     def merge_grid(rows: Any, meta: dict[str, Any]) -> tuple[Any, int, int]:
         return rows * meta["H"], 1, 1
 
+    folder = Path(__file__).parent
+    # what Inductor keeps of a template is found by its text, which must change with the code that it calls
+    version = f"# {compat.files_hash([str(folder / 'kernel.py')]).hex()}\n"
     return tuple(
-        compat.triton_template(name, grid, Path(__file__).with_name(f"{file}.py.jinja").read_text())
+        compat.triton_template(name, grid, version + (folder / f"{file}.py.jinja").read_text())
         for name, grid, file in ((NAME, attend_grid, "attend"), (MERGE_NAME, merge_grid, "merge"))
     )
 
