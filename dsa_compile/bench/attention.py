@@ -119,7 +119,7 @@ def _peer(case: Case, sets: list[Inputs], gpu: Gpu, ceilings: Ceilings) -> list[
 
 def _table(figures: dict[str, Any]) -> Table:
     ceilings = figures["ceilings"]
-    best = f"ceilings: bf16 matmul {ceilings['tflops']:.0f} TFLOP/s, copy {ceilings['gbytes']:.0f} GB/s"
+    best = f"ceilings: bf16 matmul {ceilings['tflops']:.0f} TFLOP/s, memory {ceilings['gbytes']:.0f} GB/s"
     table = Table(title=f"sparse MLA attention, {figures['lowering']}, {figures['device']}", caption=best)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in TEXTS else "right")
