@@ -47,5 +47,6 @@ def optimize(model: Model, config: DSAConfig | None = None, **fields: Any) -> Mo
     """
     options = DSAConfig.of(config, **fields)
     prepare(model, options)
-    model.compile(backend=backend.dsa_backend, options=options.graph_options())
+    preparation: Any = model.dsa
+    model.compile(backend=backend.dsa_backend, options=preparation.graph_options())
     return model

@@ -18,6 +18,9 @@ app.add_typer(bench_app, name="bench")
 Checkpoint = Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint.")]
 Selector = Annotated[str | None, typer.Option(help="indexer, attention or dense; default: what the checkpoint has.")]
 Topk = Annotated[int | None, typer.Option("--index-topk", help="Tokens that a query attends to.")]
+PlanName = Annotated[
+    str | None, typer.Option("--plan", help="Whose selection layers attend to: mli, share:1/4, mli+share:1/2, ...")
+]
 Indexer = Annotated[str | None, typer.Option(help="Safetensors file or folder with indexer weights, or 'random'.")]
 DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Out = Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")]
@@ -96,6 +99,7 @@ def explain(
     selector: Selector = None,
     index_topk: Topk = None,
     indexer: Indexer = None,
+    plan: PlanName = None,
     context: Annotated[int, typer.Option(help="Cached tokens that costs are shown for.", min=1)] = 32768,
 ) -> None:
     """Show what the passes would do to a model, layer by layer, and what that costs."""
@@ -103,7 +107,7 @@ def explain(
         import dsa_compile
 
         model = load_weightless(checkpoint)
-        options = dsa_compile.DSAConfig.of(selector=selector, index_topk=index_topk, indexer=indexer)
+        options = dsa_compile.DSAConfig.of(selector=selector, index_topk=index_topk, indexer=indexer, plan=plan)
         Console(width=None if sys.stdout.isatty() else 140).print(
             dsa_compile.explain(model, config=options, context=context)
         )
@@ -118,6 +122,7 @@ def generate(
     selector: Selector = None,
     index_topk: Topk = None,
     indexer: Indexer = None,
+    plan: PlanName = None,
     dtype: DType = "float32",
     device: Device = "cpu",
     lowering: Annotated[str, typer.Option(help="inductor, or eager to skip its compilation.")] = "inductor",
@@ -133,7 +138,9 @@ def generate(
         import dsa_compile
         from dsa_compile.measure import peak_memory, timed_generate
 
-        options = dsa_compile.DSAConfig.of(selector=selector, index_topk=index_topk, indexer=indexer, lowering=lowering)
+        options = dsa_compile.DSAConfig.of(
+            selector=selector, index_topk=index_topk, indexer=indexer, plan=plan, lowering=lowering
+        )
         model = load(checkpoint, dtype, device)
         tokenizer = _tokenizer(checkpoint)
         if not stock:

@@ -2,12 +2,13 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from dsa_compile.errors import ConfigError
+from dsa_compile.plan import LAYER0, check_name
 
 SELECTORS = ("indexer", "attention", "dense")
 LOWERINGS = ("inductor", "eager")
@@ -76,6 +77,9 @@ class DSAConfig(_Options):
             or ``"random"`` (seeded). None: the checkpoint that the model was loaded from.
         index_n_heads: index heads of a ``"random"`` indexer.
         index_head_dim: dimension of an index head of a ``"random"`` indexer.
+        plan: whose selection each layer attends to, and so which layers run an indexer; see `dsa_compile.plan.plan_of`.
+            None: as the model is.
+        layer0: under MLI, whether layer 0 waits for its own selection (``"serial"``) or attends to all (``"dense"``).
         cache: how ``generate`` makes caches.
         select_budget: bytes of scores that a selection may hold at once.
         lowering: ``"inductor"``, or ``"eager"`` to run the rewritten graph as it is (tests, debugging).
@@ -91,6 +95,8 @@ class DSAConfig(_Options):
     indexer: str | Path | Mapping[str, Any] | None = None
     index_n_heads: int = 64
     index_head_dim: int = 128
+    plan: str | Sequence[str] | None = None
+    layer0: str = "serial"
     cache: CacheConfig = field(default_factory=CacheConfig)
     select_budget: int = 256 << 20
     lowering: str = "inductor"
@@ -102,6 +108,10 @@ class DSAConfig(_Options):
             raise ConfigError(f"index_topk: expected at least 1, came {self.index_topk}.")
         _check_choice("selector", self.selector, (None, *SELECTORS))
         _check_choice("lowering", self.lowering, LOWERINGS)
+        _check_choice("layer0", self.layer0, LAYER0)
+        check_name(self.plan)
+        if self.plan is not None and not isinstance(self.plan, str):
+            object.__setattr__(self, "plan", tuple(self.plan))
         if self.select_budget < 1:
             raise ConfigError(f"select_budget: expected a positive number of bytes, came {self.select_budget}.")
         if self.index_n_heads < 1 or self.index_head_dim < 1:
@@ -122,7 +132,7 @@ class DSAConfig(_Options):
 
     def graph_options(self) -> dict[str, Any]:
         """The fields that shape a compiled graph, as ``options=`` of ``torch.compile``."""
-        names = ("index_topk", "selector", "select_budget", "lowering", "mode", "disable_passes")
+        names = ("index_topk", "selector", "plan", "layer0", "select_budget", "lowering", "mode", "disable_passes")
         return {name: getattr(self, name) for name in names}
 
 

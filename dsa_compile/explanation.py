@@ -45,11 +45,15 @@ class LayerExplanation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A dry run of the passes. ``str()`` of it, or rich's ``print``, shows tables."""
+    """A dry run of the passes. ``str()`` of it, or rich's ``print``, shows tables.
+
+    ``plan``: a letter a layer, see `dsa_compile.plan.Plan.letters`.
+    """
 
     model: str
     selector: str
     index_topk: int
+    plan: str
     context: int
     layers: list[LayerExplanation]
     reports: dict[str, Report] = field(repr=False)
@@ -84,7 +88,7 @@ class Explanation:
         return Group(self._layer_table(), self._pass_table(), self._op_table())
 
     def _layer_table(self) -> Table:
-        what = "dense" if self.selector == "dense" else f"{self.selector}, K = {self.index_topk}"
+        what = "dense" if self.selector == "dense" else f"{self.selector}, K = {self.index_topk}, plan {self.plan}"
         table = Table(title=f"{self.model}: selector {what}, decode costs at {self.context:,} tokens")
         for name in ("layer", "indexer", "prefill", "decode"):
             table.add_column(name)
@@ -165,6 +169,7 @@ def explain(
         model=type(model).__name__,
         selector=clone.dsa.selector,
         index_topk=clone.dsa.index_topk,
+        plan=clone.dsa.plan.letters,
         context=context,
         layers=_layers(clone, reports, context, itemsize, family.native_indexer),
         reports=reports,
@@ -176,7 +181,8 @@ def _layers(
 ) -> list[LayerExplanation]:
     names = {id(module): name for name, module in clone.named_modules()}
     layers = []
-    for module, dims, held in zip(attention_modules(clone), clone.dsa.dims, clone.make_cache(1, 1).layers):
+    held_by_layer, letters = clone.make_cache(1, 1).layers, clone.dsa.plan.letters
+    for module, dims, held, letter in zip(attention_modules(clone), clone.dsa.dims, held_by_layer, letters):
         path = names[id(module)]
         found = {kind: [e for e in r.entries if e.where == path] for kind, r in reports.items()}
         topk = clone.dsa.index_topk if _is_sparse(found["decode"]) else None
@@ -184,7 +190,7 @@ def _layers(
         layers.append(
             LayerExplanation(
                 path=path,
-                indexer=_owner(clone, dims),
+                indexer=_owner(clone, dims, letter),
                 prefill=found["prefill"],
                 decode=found["decode"],
                 bytes_per_token=held.bytes_per_token(),
@@ -198,10 +204,10 @@ def _layers(
     return layers
 
 
-def _owner(clone: Any, dims: LayerDims) -> str:
+def _owner(clone: Any, dims: LayerDims, letter: str) -> str:
     if clone.dsa.selector != "indexer":
         return "none"
-    return "own" if dims.indexer else "shared"
+    return {"F": "own", "L": "late"}.get(letter, "own" if dims.indexer else "shared")
 
 
 def _stock_values(clone: Any, dims: LayerDims, native: bool, module: Any) -> int:
@@ -250,6 +256,8 @@ def _options_of(model: Any) -> DSAConfig:
         selector=dsa.selector,
         index_topk=dsa.index_topk,
         cache=dsa.config.cache,
+        plan=dsa.config.plan,
+        layer0=dsa.config.layer0,
         disable_passes=dsa.config.disable_passes,
     )
     indexer = next((d.indexer for d in dsa.dims if d.indexer), None)
@@ -275,7 +283,7 @@ def _capture(clone: Any, batch: int, tokens: int, context: int) -> Report:
     reports: list[Report] = []
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        reports.append(rewrite(gm, DSAConfig.of(**clone.dsa.config.graph_options())))
+        reports.append(rewrite(gm, DSAConfig.of(**clone.dsa.graph_options())))
 
         def stop(*args: Any) -> None:
             raise _Captured

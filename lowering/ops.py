@@ -20,12 +20,13 @@ SCHEMAS = {
     # The values [B, S, R+P] of a pool of fp8 rows, for those who do not read such rows themselves.
     "cache_read": "(Tensor latent, int rank, int rope, ScalarType dtype) -> Tensor",
     # The canonical attention: q[B, H, T, N+P], c_kv[B, S, R], k_pe[B, S, P], kv_b_weight[H*(N+V), R] -> [B, T, H, V].
-    # The last three say what `insert_indexer` makes of it: parameters of an attached indexer (else none), K
-    # (0: dense) and the indexer's RoPE layout.
+    # The next three say what `insert_indexer` makes of it: parameters of an attached indexer (else none), K
+    # (0: dense) and the indexer's RoPE layout. The last is for `plan_selection`: the layer whose selection replaces
+    # topk_indices (-1: none does).
     "mla": (
         "(Tensor q, Tensor c_kv, Tensor k_pe, Tensor kv_b_weight, Tensor? visible, Tensor? mask, "
-        "Tensor? topk_indices, int nope, float scale, Tensor[] indexer_params, int index_topk, str index_rope) "
-        "-> Tensor"
+        "Tensor? topk_indices, int nope, float scale, Tensor[] indexer_params, int index_topk, str index_rope, "
+        "int selection_of) -> Tensor"
     ),
     "mla_backward": (
         "(Tensor grad, Tensor q, Tensor c_kv, Tensor k_pe, Tensor kv_b_weight, Tensor? visible, Tensor? mask, "
@@ -89,6 +90,7 @@ def _mla(
     indexer_params: list[Tensor],
     index_topk: int,
     index_rope: str,
+    selection_of: int,
 ) -> Tensor:
     B, H, T, _ = q.shape
     return q.new_empty(B, T, H, kv_b_weight.shape[0] // H - nope)

@@ -20,12 +20,16 @@ class Selection:
     """What a prepared attention module writes into its ``dsa::mla`` for the passes, set by `prepare`.
 
     ``selector``: "indexer", "attention" or "dense". ``index_topk``: K. ``budget``: bytes of scores at once.
+    ``owned``: some layer attends to the selection of this one. ``source``: the layer whose selection this one attends
+    to, None for every visible token; the layer itself where it is what the model has.
     """
 
     selector: str
     index_topk: int
     index_rope: str
     budget: int
+    owned: bool
+    source: int | None
 
 
 class LatentAttention(nn.Module):
@@ -40,8 +44,9 @@ class LatentAttention(nn.Module):
 class NativeIndexer(nn.Module):
     """Mixin of an indexer that the stock class brings: same parameters, but ``dsa::select`` and gradients.
 
-    Its forward gets ``visible[:, 0]`` where the stock one gets a mask. Under another selector it picks nothing: an
-    empty selection, which `mla_attention` drops (None would be an error to GLM's shared layers).
+    Its forward gets ``visible[:, 0]`` where the stock one gets a mask. Under another selector, and where no layer
+    attends to its selection, it picks nothing: an empty selection, which `mla_attention` drops (None would be an error
+    to GLM's shared layers).
     """
 
     selection: Selection
@@ -60,7 +65,7 @@ class NativeIndexer(nn.Module):
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> Tensor:
-        if self.selection.selector != "indexer":
+        if self.selection.selector != "indexer" or not self.selection.owned:
             return attention_mask.new_empty(*hidden_states.shape[:2], 0)
         visible = attention_mask.unsqueeze(1)
         q, key, weights = project(
@@ -115,9 +120,11 @@ def mla_attention(
         latent = torch.ops.dsa.cache_read.default(key, rank, module.qk_rope_head_dim, query.dtype)
     else:
         latent = key if key.dim() == 3 else compact_rows(torch.cat([key, value], -1)[:, 0], attention_mask)
-    if selection.selector != "indexer":
+    if selection.selector != "indexer" or (indices is not None and indices.shape[-1] == 0):
         indices = None
-    inserted = indices is None and selection.selector != "dense"
+    if selection.source is None:
+        indices = None
+    inserted = indices is None and selection.selector != "dense" and selection.owned
     attached = inserted and selection.selector == "indexer"
     output = torch.ops.dsa.mla.default(
         query,
@@ -132,6 +139,7 @@ def mla_attention(
         indexer_parameters(module.indexer) if attached else [],
         selection.index_topk if inserted else 0,
         selection.index_rope,
+        -1 if selection.source in (None, module.layer_idx) else selection.source,
     )
     return output, None
 

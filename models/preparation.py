@@ -1,6 +1,7 @@
 """The least surgery that makes a model's captured graph rewritable. All checks come before the first change."""
 
 import hashlib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from dsa_compile.models.indexer import (
 )
 from dsa_compile.models.latent_attention import ATTENTION_NAME, Selection
 from dsa_compile.models.prepared import Preparation, PreparedModel
+from dsa_compile.plan import Plan, plan_of
 
 RANDOM_SEED = 0
 
@@ -39,21 +41,25 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
     attentions = attention_modules(model)
     selector, indexers = _choose_selector(model, family, attentions, config)
     index_topk = config.index_topk or getattr(model.config, "index_topk", None) or DEFAULT_INDEX_TOPK
+    plan, own = _plans(selector, indexers, config, model.config)
+    owned = [indexer if i in plan.owners else None for i, indexer in enumerate(indexers)]
     dims = tuple(
         layer_dims(a, _indexer_dims(a, indexer) if selector == "indexer" else None)
-        for a, indexer in zip(attentions, indexers)
-    )
-    selection = Selection(
-        selector=selector,
-        index_topk=index_topk,
-        index_rope=family.rope_layout(model.config),
-        budget=config.select_budget,
+        for a, indexer in zip(attentions, owned)
     )
     experts = model.config._experts_implementation
     if experts == "eager":
         model.set_experts_implementation("grouped_mm")
     model.set_attn_implementation(ATTENTION_NAME)
-    for attention, indexer in zip(attentions, indexers):
+    for layer, (attention, indexer) in enumerate(zip(attentions, indexers)):
+        selection = Selection(
+            selector=selector,
+            index_topk=index_topk,
+            index_rope=family.rope_layout(model.config),
+            budget=config.select_budget,
+            owned=layer in plan.owners,
+            source=layer if plan.sources[layer] == own.sources[layer] else plan.sources[layer],
+        )
         attention.selection = selection  # type: ignore[assignment]
         if isinstance(indexer, LightningIndexer):
             attention.indexer = indexer
@@ -67,9 +73,29 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
         config=config,
         selector=selector,
         index_topk=index_topk,
+        plan=plan,
         dims=dims,
         fingerprint=_fingerprint(model, attentions),
     )
+
+
+def _plans(selector: str, indexers: list[nn.Module | None], config: DSAConfig, model_config: Any) -> tuple[Plan, Plan]:
+    """The plan that the options name, and the model's own; the latter alone where the pass of plans is left out."""
+    asked = config.plan not in (None, "own") or config.layer0 != "serial"
+    if selector == "dense" and asked:
+        raise ConfigError(f"plan={config.plan!r}: selector='dense' selects nothing that a plan could share.")
+    with_indexer = [selector != "indexer" or indexer is not None for indexer in indexers]
+    plan = plan_of(config.plan, with_indexer, layer0=config.layer0, model_config=model_config)
+    own = plan_of(None, with_indexer)
+    if "plan_selection" in config.disable_passes:
+        return own, own
+    if asked and config.plan != "model" and plan.reuses:
+        warnings.warn(
+            f"plan={config.plan!r} ({plan.letters}): layers attend to selections that the checkpoint was not trained "
+            "to share, which can cost quality, long contexts above all. Compare it with plan=None on your own texts.",
+            stacklevel=4,
+        )
+    return plan, own
 
 
 def _fingerprint(model: Any, attentions: list[Any]) -> str:

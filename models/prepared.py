@@ -8,6 +8,7 @@ from dsa_compile.cache import DSACache
 from dsa_compile.config import DSAConfig
 from dsa_compile.dims import LayerDims
 from dsa_compile.errors import InputError
+from dsa_compile.plan import Plan
 
 CAPACITY_STEP = 256
 """Caches that `generate` makes hold a multiple of this many slots, so that calls of similar length share a graph."""
@@ -21,8 +22,13 @@ class Preparation:
     config: DSAConfig
     selector: str
     index_topk: int
+    plan: Plan
     dims: tuple[LayerDims, ...]
     fingerprint: str
+
+    def graph_options(self) -> dict[str, Any]:
+        """Options for the backend; the plan is in the graph already."""
+        return self.config.graph_options() | {"plan": None, "layer0": "serial"}
 
 
 class PreparedModel:

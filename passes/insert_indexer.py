@@ -3,14 +3,14 @@
 Before::
 
     dsa.cache_write(latent, index_keys, slots, c_kv, k_pe, None)
-    out = dsa.mla(q, c_kv, k_pe, kv_b_weight, visible, None, None, nope, scale, indexer_params, K, rope)
+    out = dsa.mla(q, c_kv, k_pe, kv_b_weight, visible, None, None, nope, scale, indexer_params, K, rope, -1)
 
 After::
 
     iq, ik, iw = project(x, q_latent, cos, sin, *indexer_params)
     dsa.cache_write(latent, index_keys, slots, c_kv, k_pe, ik)
     topk = dsa.select(iq, iw, index_keys, visible, None, K, DI ** -0.5, budget)
-    out = dsa.mla(q, c_kv, k_pe, kv_b_weight, visible, None, topk, nope, scale, [], 0, rope)
+    out = dsa.mla(q, c_kv, k_pe, kv_b_weight, visible, None, topk, nope, scale, [], 0, rope, -1)
 
 With no parameters but a K, or ``selector="attention"`` among the options, the selection is ``dsa.select_attention`` of
 the layer's own queries and keys. Without a cache the index keys are compacted instead of written.

@@ -9,7 +9,7 @@ Before::
 
 After::
 
-    out   = dsa.mla(q, latent, k_rope, kv_b_proj.weight, visible, mask, topk_indices, N, scale, [], 0, "half")
+    out   = dsa.mla(q, latent, k_rope, kv_b_proj.weight, visible, mask, topk_indices, N, scale, [], 0, "half", -1)
 
 ``latent`` and ``k_rope`` are the call's own rows or what a stock cache holds (DeepSeek-V2 and V3 cache latents). Causal
 and packed masks become ``visible``; any other stays a mask; the scattered selection of DeepSeek-V3.2 becomes
@@ -134,7 +134,9 @@ def _raised(
     scale: float,
 ) -> Tensor:
     c_kv, k_pe = latent.squeeze(1), k_rope.squeeze(1)
-    return torch.ops.dsa.mla.default(query, c_kv, k_pe, weight, visible, mask, topk_indices, nope, scale, [], 0, "half")
+    return torch.ops.dsa.mla.default(
+        query, c_kv, k_pe, weight, visible, mask, topk_indices, nope, scale, [], 0, "half", -1
+    )
 
 
 def _expanded(linear: Node) -> tuple[Node, Node]:

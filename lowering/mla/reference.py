@@ -43,13 +43,15 @@ def mla(
     indexer_params: list[Tensor],
     index_topk: int,
     index_rope: str,
+    selection_of: int,
 ) -> Tensor:
     """softmax(scale * q . [W_uk c | k_pe]) W_uv c over the slots that are visible and, if given, selected.
 
     Args:
         q: [B, H, T, N+P]. c_kv: [B, S, R]. k_pe: [B, S, P]. kv_b_weight: [H*(N+V), R].
         visible, mask, topk_indices: see `dsa_compile.dims`. nope: N. scale: the softmax scale.
-        indexer_params, index_topk, index_rope: read by the pass ``insert_indexer``, not by the mathematics.
+        indexer_params, index_topk, index_rope, selection_of: read by the passes ``insert_indexer`` and
+            ``plan_selection``, not by the mathematics.
 
     Returns:
         [B, T, H, V], zeros for a row that sees nothing.

@@ -15,7 +15,7 @@ REAL = LayerDims(n_heads=22, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_hea
 
 
 def mla(rows, visible=None, mask=None, topk_indices=None):
-    return torch.ops.dsa.mla(*rows.attention, visible, mask, topk_indices, rows.nope, rows.scale, [], 0, "half")
+    return torch.ops.dsa.mla(*rows.attention, visible, mask, topk_indices, rows.nope, rows.scale, [], 0, "half", -1)
 
 
 @given(data=st.data(), dims=mla_dims(), seed=seeds, topk=st.sampled_from([1, 5, 30]))
@@ -74,7 +74,7 @@ def test_a_bad_slot_reaches_no_gradient_of_rows_that_do_not_see_it(device):
     rows.visible[0, 0, 0] = 0
     rows.q[0, :, 0] = float("nan")
     leaves = [x.clone().requires_grad_() for x in rows.attention]
-    out = torch.ops.dsa.mla(*leaves, rows.visible, None, None, rows.nope, rows.scale, [], 0, "half")
+    out = torch.ops.dsa.mla(*leaves, rows.visible, None, None, rows.nope, rows.scale, [], 0, "half", -1)
     out[:, :3].sum().backward()
     assert all(leaf.grad.isfinite().all() for leaf in leaves)
 
@@ -84,7 +84,7 @@ def test_batch_order_changes_nothing(device):
     order = torch.tensor([2, 0, 3, 1], device=device)
     moved = [x[order] for x in (rows.q, rows.c_kv, rows.k_pe)]
     permuted = torch.ops.dsa.mla(
-        *moved, rows.kv_b_weight, rows.visible[order], None, None, rows.nope, rows.scale, [], 0, "half"
+        *moved, rows.kv_b_weight, rows.visible[order], None, None, rows.nope, rows.scale, [], 0, "half", -1
     )
     torch.testing.assert_close(permuted, mla(rows, rows.visible)[order], atol=1e-13, rtol=0)
 
@@ -100,7 +100,7 @@ def test_chunks_change_nothing(device, monkeypatch):
 
 def gradients(rows):
     leaves = [x.clone().requires_grad_() for x in rows.attention]
-    out = torch.ops.dsa.mla(*leaves, rows.visible, None, None, rows.nope, rows.scale, [], 0, "half")
+    out = torch.ops.dsa.mla(*leaves, rows.visible, None, None, rows.nope, rows.scale, [], 0, "half", -1)
     return torch.autograd.grad(out.sin().sum(), leaves)
 
 
@@ -113,7 +113,7 @@ def test_gradients(device):
 
     def run(*inputs):
         return [
-            torch.ops.dsa.mla(*inputs, rows.visible, None, chosen, rows.nope, rows.scale, [], 0, "half")
+            torch.ops.dsa.mla(*inputs, rows.visible, None, chosen, rows.nope, rows.scale, [], 0, "half", -1)
             for chosen in (None, picks)
         ]
 
@@ -134,7 +134,7 @@ def test_16_bit_error_is_within_that_of_eager_code(device, dtype):
     rows.kv_b_weight.mul_(0.04)
     out = mla(rows, rows.visible)
     exact = torch.ops.dsa.mla(
-        *(x.double() for x in rows.attention), rows.visible, None, None, rows.nope, rows.scale, [], 0, "half"
+        *(x.double() for x in rows.attention), rows.visible, None, None, rows.nope, rows.scale, [], 0, "half", -1
     )
     eager = naive.dense(*rows.attention, rows.nope, rows.scale, mask_of(rows.visible, 300))
     assert out.dtype == dtype
@@ -156,7 +156,7 @@ def test_opcheck(device, requires_grad):
     picks = torch.tensor([0, 3, -1], dtype=torch.int32, device=device).expand(2, 3, 3).contiguous()
     extra = [torch.randn(2, 2, device=device)]
     for where in ((rows.visible, None, None), (None, mask_of(rows.visible, 6), None), (rows.visible, None, picks)):
-        torch.library.opcheck(torch.ops.dsa.mla.default, (*inputs, *where, rows.nope, rows.scale, extra, 4, "half"))
+        torch.library.opcheck(torch.ops.dsa.mla.default, (*inputs, *where, rows.nope, rows.scale, extra, 4, "half", -1))
 
 
 def test_opcheck_of_the_backward(device):

@@ -22,7 +22,7 @@ def attend(
 ) -> Tensor:
     """A canonical attention without an indexer."""
     return torch.ops.dsa.mla.default(
-        q, c_kv, k_pe, kv_b_weight, visible, None, topk_indices, NOPE, SCALE, [], index_topk, "half"
+        q, c_kv, k_pe, kv_b_weight, visible, None, topk_indices, NOPE, SCALE, [], index_topk, "half", -1
     )
 
 

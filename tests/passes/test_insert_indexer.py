@@ -55,6 +55,7 @@ class Attention(nn.Module):
             list(self.indexer),
             self.topk,
             "half",
+            -1,
         )
 
 

@@ -179,6 +179,8 @@ def test_the_report_counts_operators(captured):
 CHANGES = {
     "index_topk": 7,
     "selector": "dense",
+    "plan": "mli",
+    "layer0": "dense",
     "select_budget": 12345,
     "lowering": "eager",
     "mode": "max-autotune",

@@ -34,7 +34,7 @@ class Indexed(nn.Module):
         return scores.topk(min(TOPK, scores.shape[-1]), dim=-1).indices.to(torch.int32)
 
     def attend(self, rows, mask, picks):
-        return torch.ops.dsa.mla.default(*rows, None, mask, picks, NOPE, SCALE, [], 0, "half")
+        return torch.ops.dsa.mla.default(*rows, None, mask, picks, NOPE, SCALE, [], 0, "half", -1)
 
     def select(self, index, mask):
         return self.picks(self.masked(self.scores(*index), mask))

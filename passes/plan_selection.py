@@ -1,0 +1,130 @@
+"""Let layers attend to each other's selections, and drop what nobody attends to.
+
+Before, with the plan own, own, from:1::
+
+    topk_0 = dsa.select(...);  out_0 = dsa.mla(..., topk_0, ...)
+    topk_1 = dsa.select(...);  out_1 = dsa.mla(..., topk_1, ...)
+    dsa.cache_write(latent_2, index_keys_2, slots, c_kv, k_pe, ik)
+    topk_2 = dsa.select(...);  out_2 = dsa.mla(..., topk_2, ...)
+
+After::
+
+    topk_0 = dsa.select(...);  out_0 = dsa.mla(..., topk_0, ...)
+    topk_1 = dsa.select(...);  out_1 = dsa.mla(..., topk_1, ...)
+    dsa.cache_write(latent_2, index_keys_2, slots, c_kv, k_pe, None)
+    out_2 = dsa.mla(..., topk_1, ...)
+
+The projections of a dropped selection go with it. Without a plan the graph stays as it is.
+"""
+
+import re
+from dataclasses import dataclass
+
+from torch.fx import Graph, GraphModule, Node
+
+from dsa_compile.passes.base import (
+    Context,
+    GraphPass,
+    Refused,
+    arguments,
+    attention_path,
+    erase_dead,
+    is_op,
+    set_arguments,
+)
+from dsa_compile.plan import Plan, plan_of
+
+
+@dataclass(frozen=True)
+class _Match:
+    """``topk`` is None where the layer attends to everything."""
+
+    mla: Node
+    source: int | None
+    topk: Node | None
+
+
+class PlanSelection(GraphPass):
+    """Rewires ``topk_indices`` as `prepare` marked the layers, or by ``DSAConfig.plan`` in other models.
+
+    Numerics: changes, unless K covers every slot.
+    """
+
+    name = "plan_selection"
+    numerics = "changes"
+
+    def __call__(self, gm: GraphModule, context: Context) -> int:
+        marked = any(arguments(n)["selection_of"] >= 0 for n in self.candidates(gm.graph))
+        if not marked and context.config.plan in (None, "own"):
+            return 0
+        done = super().__call__(gm, context)
+        dropped = [n for n in _selections(gm.graph) if not n.users]
+        for node in dropped:
+            where, label = self.where(node), str(node)
+            _drop(gm.graph, node)
+            context.report.matched(self.name, where, "selection dropped: no layer attends to it", label)
+        gm.recompile()
+        return done + len(dropped)
+
+    def candidates(self, graph: Graph) -> list[Node]:
+        return [n for n in graph.nodes if is_op(n, "mla")]
+
+    def match(self, node: Node, context: Context) -> _Match:
+        args = arguments(node)
+        source, topk = args["selection_of"], args["topk_indices"]
+        if source < 0:
+            if context.config.plan in (None, "own"):
+                raise Refused("attends to the selection that the model gives it", node)
+            source = _plan(node.graph, context).sources[_layer(node)]
+        if source is None:
+            if topk is None:
+                raise Refused("attends to everything already", node)
+            return _Match(node, None, None)
+        wanted = next((n for n in _selections(node.graph) if _layer(n) == source), None)
+        if wanted is None:
+            raise Refused(f"layer {source} has no selection to attend to", node)
+        if topk is wanted:
+            raise Refused(f"attends to the selection of layer {source} already", node)
+        return _Match(node, source, wanted)
+
+    def rewrite(self, graph: Graph, match: _Match, context: Context) -> str:
+        set_arguments(match.mla, topk_indices=match.topk)
+        return "attends to everything" if match.topk is None else f"attends to the selection of layer {match.source}"
+
+
+def _selections(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if is_op(n, "select", "select_attention")]
+
+
+def _layer(node: Node) -> int:
+    found = re.search(r"layers\.(\d+)", attention_path(node))
+    if found is None:
+        raise Refused("no number of a layer in its module path", node)
+    return int(found[1])
+
+
+def _plan(graph: Graph, context: Context) -> Plan:
+    """The plan of all layers of the graph."""
+    mlas = [n for n in graph.nodes if is_op(n, "mla")]
+    layers, selecting = [_layer(n) for n in mlas], {_layer(n) for n in _selections(graph)}
+    if layers != list(range(len(layers))):
+        raise Refused(f"a plan is for all layers from 0 on, the graph holds {layers}", mlas[0])
+    with_indexer = [layer in selecting for layer in layers]
+    if not any(with_indexer):
+        raise Refused("no layer has a selection", mlas[0])
+    return plan_of(context.config.plan, with_indexer, layer0=context.config.layer0)
+
+
+def _drop(graph: Graph, topk: Node) -> None:
+    """Erase a selection, what only it read, and the write of index keys that nobody reads any more."""
+    keys = arguments(topk).get("index_keys")
+    erase_dead(graph, topk)
+    if keys is None or keys._erased or any(is_op(u, "select") for u in keys.users):
+        return
+    for write in [u for u in keys.users if is_op(u, "cache_write")]:
+        args = arguments(write)
+        if args["c_kv"] is None:
+            graph.erase_node(write)
+        else:
+            set_arguments(write, index_key=None)
+        erase_dead(graph, args["index_key"])

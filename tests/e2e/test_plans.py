@@ -1,0 +1,163 @@
+"""Models under a plan equal the stock model whose indexers hand out each other's selections."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from cases import ATOL, TOPK, assert_rows_equal, left_padded, optimized, stock, token_ids
+
+import dsa_compile
+from dsa_compile.errors import ConfigError
+from dsa_compile.passes.base import is_op
+
+LATENT, KEY = (32 + 8) * 4, 16 * 4
+"""Bytes of a token's latent row and index key in a miniature layer."""
+INSERTED = {"selector": "indexer", "indexer": "random", "index_n_heads": 8, "index_head_dim": 16}
+
+
+@pytest.fixture(autouse=True)
+def _untrained_reuse():
+    """Miniatures are not trained at all."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="plan=")
+        yield
+
+
+def rewired(case, device, sources):
+    """The stock model; the indexer of layer i answers with the selection that layer ``sources[i]`` made."""
+    model, made = copy.deepcopy(stock(case, device)), {}
+    for layer, source in zip(model.model.layers, sources):
+        indexer = layer.self_attn.indexer
+
+        def answer(*args, own=indexer.forward, layer=layer.self_attn.layer_idx, source=source, **kwargs):
+            made[layer] = own(*args, **kwargs)
+            return made[source]
+
+        indexer.forward = answer
+    return model
+
+
+@pytest.mark.parametrize(
+    ("plan", "letters", "owners"),
+    [("mli", "FLS", {0, 1}), ("share:FSF", "FSF", {0, 2}), (["own", "own", "from:0"], "FFS", {0, 1})],
+)
+def test_equals_the_stock_model_with_its_selections_rewired(plan, letters, owners, device):
+    model = optimized("deepseek_v32", device, plan=plan)
+    assert model.dsa.plan.letters == letters
+    assert model.make_cache().bytes_per_token() == [LATENT + KEY * (i in owners) for i in range(3)]
+    ids, inputs = token_ids(3, 3 * TOPK, device), left_padded(3, 3 * TOPK, device)
+    mask = inputs["attention_mask"]
+    cache = model.make_cache(3, 64)
+    with torch.no_grad():
+        want = rewired("deepseek_v32", device, model.dsa.plan.sources)(ids, use_cache=False, **inputs).logits
+        first = model(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache).logits
+        last = model(ids[:, -1:], attention_mask=mask, past_key_values=cache).logits
+    assert_rows_equal(torch.cat([first, last], 1), want, mask)
+    plain = stock("deepseek_v32", device)(ids, use_cache=False, **inputs).logits
+    assert (plain - want)[mask.bool()].abs().max() > 10 * ATOL
+
+
+def test_the_backend_string_takes_a_plan(device):
+    ids = token_ids(2, 3 * TOPK, device)
+    compiled = torch.compile(
+        copy.deepcopy(stock("deepseek_v32", device)), backend="dsa", options={"plan": "mli", "lowering": "eager"}
+    )
+    with torch.no_grad():
+        want = rewired("deepseek_v32", device, (0, 0, 1))(ids, use_cache=False).logits
+        assert_rows_equal(compiled(ids, use_cache=False).logits, want)
+
+
+def test_a_prepared_model_carries_its_plan_into_any_compilation(device, graphs):
+    ids = token_ids(2, 3 * TOPK, device)
+    ours = optimized("deepseek_v3", device, plan="mli", index_topk=TOPK, **INSERTED)
+    prepared = dsa_compile.prepare(copy.deepcopy(stock("deepseek_v3", device)), plan="mli", index_topk=TOPK, **INSERTED)
+    prepared.compile(backend="dsa", options={"lowering": "eager"})
+    with torch.no_grad():
+        assert torch.equal(prepared(ids).logits, ours(ids).logits)
+    assert sum(is_op(n, "select") for n in graphs[0].graph.nodes) == 2
+    assert ours.make_cache().bytes_per_token() == [LATENT + KEY, LATENT + KEY, LATENT]
+
+
+@pytest.mark.parametrize("plan", ["share:FSS", "mli+share:FFS"])
+def test_with_k_over_every_token_a_plan_is_dense(plan, device):
+    ids = token_ids(2, 2 * TOPK, device)
+    with torch.no_grad():
+        dense = optimized("deepseek_v3", device)(ids).logits
+        ours = optimized("deepseek_v3", device, plan=plan, index_topk=64, **INSERTED)(ids).logits
+    assert_rows_equal(ours, dense)
+
+
+def test_layers_that_select_alike_make_mli_plain(device):
+    model = copy.deepcopy(stock("deepseek_v32", device))
+    for layer in model.model.layers:  # no layer moves the hidden states, and all index alike
+        layer.self_attn.indexer.load_state_dict(model.model.layers[0].self_attn.indexer.state_dict())
+        layer.self_attn.q_a_proj.load_state_dict(model.model.layers[0].self_attn.q_a_proj.state_dict())
+        for name, parameter in layer.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.data.zero_()
+    ids = token_ids(2, 3 * TOPK, device)
+    runs = [dsa_compile.optimize(copy.deepcopy(model), lowering="eager", plan=plan) for plan in (None, "mli")]
+    with torch.no_grad():
+        plain, late = (run(ids).logits for run in runs)
+    assert torch.equal(plain, late)
+
+
+def test_no_plan_and_own_are_the_same_graph(device, graphs):
+    for plan in (None, "own"):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            optimized("glm_moe_dsa", device, layers=2, plan=plan)(token_ids(2, TOPK + 3, device))
+    assert graphs[0].code == graphs[1].code
+
+
+def test_mli_on_a_model_that_shares_already(device):
+    model = optimized("glm_moe_dsa", device, plan="mli")
+    assert model.dsa.plan.letters == "FSS"
+    assert model.make_cache().bytes_per_token() == [LATENT + KEY, LATENT, LATENT]
+    ids = token_ids(2, 3 * TOPK, device)
+    with torch.no_grad():
+        cache = model.make_cache(2, 64)
+        stepped = torch.cat([model(part, past_key_values=cache).logits for part in ids.split([20, 4], 1)], 1)
+        assert_rows_equal(stepped, model(ids, use_cache=False).logits)
+
+
+def test_without_the_pass_each_layer_keeps_its_own(device):
+    ids = token_ids(2, 3 * TOPK, device)
+    model = optimized("deepseek_v32", device, plan="mli", disable_passes=["plan_selection"])
+    with torch.no_grad():
+        assert_rows_equal(model(ids).logits, stock("deepseek_v32", device)(ids, use_cache=False).logits)
+
+
+def test_explain_shows_the_plan(device):
+    shown = dsa_compile.explain(stock("deepseek_v32", device), plan="mli")
+    assert "plan FLS" in str(shown)
+    assert [layer.indexer for layer in shown.layers] == ["own", "late", "shared"]
+    assert shown.bytes_per_token == 3 * LATENT + 2 * KEY
+
+
+def test_reuse_that_nobody_trained_is_warned_of(device):
+    with pytest.warns(UserWarning, match=r"plan='mli' \(FLS\): layers attend to selections"):
+        optimized("deepseek_v32", device, plan="mli")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimized("glm_moe_dsa", device)
+        optimized("deepseek_v32", device, plan="model")
+
+
+@pytest.mark.parametrize(
+    ("case", "fields", "words"),
+    [
+        ("deepseek_v32", {"plan": "share:FS"}, "each of 3 layers, came 2"),
+        ("glm_moe_dsa", {"plan": "share:FFF"}, r"indexers of layers \[1\], which have none"),
+        ("deepseek_v3", {"selector": "dense", "plan": "mli"}, "selector='dense' selects nothing"),
+        ("deepseek_v32", {"plan": 3}, "expected a string or a list"),
+        ("deepseek_v32", {"layer0": "last"}, "layer0: expected one of"),
+    ],
+)
+def test_a_plan_that_does_not_fit_leaves_the_model_alone(case, fields, words, device):
+    model = copy.deepcopy(stock(case, device))
+    before = type(model), {type(m) for m in model.modules()}
+    with pytest.raises(ConfigError, match=words):
+        dsa_compile.optimize(model, **fields)
+    assert (type(model), {type(m) for m in model.modules()}) == before

@@ -1,0 +1,129 @@
+"""Layers attend to the selections that a plan names, and what no layer attends to is gone."""
+
+import pytest
+import torch
+from graphs import BUDGET, DIMS, NOPE, RANK, SCALE, attend, unrelated
+from harness import PassHarness
+from strategies import mla_rows
+from torch import nn
+
+from dsa_compile.config import DSAConfig
+from dsa_compile.passes.plan_selection import PlanSelection
+
+MLA, SELECT, EXACT = "dsa.mla.default", "dsa.select.default", "dsa.select_attention.default"
+TOPK = 4
+
+
+class Attention(nn.Module):
+    """One layer over a pool: by an indexer that writes its keys, exact, or dense. ``marked``: as `prepare` marks it."""
+
+    def __init__(self, kind, marked=-1):
+        super().__init__()
+        self.kind, self.marked = kind, marked
+
+    def forward(self, q, latent, weight, visible, index_q, index_weights, index_key, pool, slots):
+        c_kv, k_pe = latent[..., :RANK], latent[..., RANK:]
+        picks = None
+        if self.kind == "indexer":
+            torch.ops.dsa.cache_write.default(latent, pool, slots, None, None, index_key * 2)
+            picks = torch.ops.dsa.select.default(index_q.cos(), index_weights, pool, visible, None, TOPK, 0.5, BUDGET)
+        elif self.kind == "exact":
+            picks = torch.ops.dsa.select_attention.default(
+                q, c_kv, k_pe, weight, visible, None, NOPE, SCALE, TOPK, BUDGET
+            )
+        return torch.ops.dsa.mla.default(
+            q, c_kv, k_pe, weight, visible, None, picks, NOPE, SCALE, [], 0, "half", self.marked
+        )
+
+
+class Model(nn.Module):
+    def __init__(self, kinds, marked=None):
+        super().__init__()
+        marked = marked or [-1] * len(kinds)
+        self.layers = nn.ModuleList(Attention(kind, mark) for kind, mark in zip(kinds, marked))
+
+    def forward(self, q, latent, weight, visible, index_q, index_weights, index_key, pools, slots):
+        out = []
+        for layer, pool in zip(self.layers, pools):
+            out.append(layer(q, latent, weight, visible, index_q, index_weights, index_key, pool, slots))
+            q = q * 0.9 + 0.1 * out[-1].mean()
+        return out
+
+
+def check(model, plan=None, layer0="serial", **expected):
+    rows = mla_rows(DIMS, 2, 5, 11, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    pools = [normal(2, 11, 8) for _ in model.layers]
+    latent = torch.cat([rows.c_kv, rows.k_pe], -1)
+    slots = torch.arange(6, 11).expand(2, 5).contiguous()
+    inputs = rows.q, latent, rows.kv_b_weight, rows.visible, normal(2, 5, 3, 8), normal(2, 5, 3), normal(2, 5, 8)
+    harness = PassHarness(PlanSelection(), DSAConfig(plan=plan, layer0=layer0))
+    return harness(model, *inputs, pools, slots, **expected)
+
+
+def sources(outcome):
+    """For each attention the number of the layer whose selection it reads; None: all."""
+    found = []
+    for node in outcome.nodes(torch.ops.dsa.mla.default):
+        topk = node.args[6]
+        path = None if topk is None else list(topk.meta["nn_module_stack"].values())[-1][0]
+        found.append(None if path is None else int(path.split("layers.")[1].split(".")[0]))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["indexer", "exact"])
+@pytest.mark.parametrize(
+    ("plan", "layer0", "read", "matches", "dropped"),
+    [
+        ("share:FSFS", "serial", [0, 0, 2, 2], 4, 2),
+        ("mli", "serial", [0, 0, 1, 2], 4, 1),
+        ("mli", "dense", [None, 0, 1, 2], 5, 1),
+        ("mli+share:FSFS", "serial", [0, 0, 0, 2], 5, 2),
+        (["own", "from:0", "previous", "own"], "serial", [0, 0, 1, 3], 3, 1),
+    ],
+)
+def test_layers_read_what_the_plan_names(kind, plan, layer0, read, matches, dropped):
+    writes = {"dsa.cache_write.default": -dropped} if kind == "indexer" else {}
+    ops = {SELECT if kind == "indexer" else EXACT: -dropped, **writes}
+    outcome = check(Model([kind] * 4), plan, layer0, matches=matches, ops=ops, atol=None)
+    assert sources(outcome) == read
+    gone = [e for e in outcome.entries if e.matched and e.reason.startswith("selection dropped")]
+    assert len(gone) == dropped
+    assert len(outcome.nodes("cos")) == (4 - dropped) * (kind == "indexer")
+
+
+def test_marks_of_prepare_need_no_option():
+    model = Model(["exact", "dense", "exact", "dense"], [-1, 0, 0, 2])
+    outcome = check(model, matches=3, ops={}, atol=None)
+    assert sources(outcome) == [0, 0, 0, 2]
+
+
+def test_a_plan_that_is_the_model_changes_nothing():
+    for plan in (None, "own", ["own"] * 3):
+        check(Model(["indexer"] * 3), plan, matches=0)
+
+
+def test_refusals():
+    check(Model(["dense"] * 3), "mli", matches=0, reason="no layer has a selection")
+    check(Model(["dense", "dense"], [-1, 0]), matches=0, reason="layer 0 has no selection to attend to")
+
+
+def test_a_graph_of_some_layers_is_left_alone():
+    model = Model(["exact"] * 3)
+    model.layers = nn.ModuleDict({"1": model.layers[1], "2": model.layers[2]})
+    model.forward = lambda *args: [
+        layer(*args[:7], pool, args[8]) for layer, pool in zip(model.layers.values(), args[7])
+    ]
+    check(model, "mli", matches=0, reason="all layers from 0 on, the graph holds [1, 2]")
+
+
+def test_attention_outside_of_numbered_layers_is_left_alone(device):
+    rows = mla_rows(DIMS, 2, 5, 11, device)
+    harness = PassHarness(PlanSelection(), DSAConfig(plan="mli"))
+    harness(attend, rows.q, rows.c_kv, rows.k_pe, rows.kv_b_weight, rows.visible, matches=0, reason="no number")
+    x, weight = torch.randn(2, 5, 8, device=device), torch.randn(8, 8, device=device)
+    assert harness(unrelated, x, weight, matches=0).entries == []
