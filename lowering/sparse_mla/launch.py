@@ -71,7 +71,10 @@ def launch(
     device: Device,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run one configuration. ``splits``: shares of a row; None: as many as fill the device."""
+    """Run one configuration. ``splits``: shares of a row; None: as many as fill the device.
+
+    The kernel gets the pool in the place of tensors that the call does not have.
+    """
     from dsa_compile.lowering.sparse_mla import kernel
 
     B, T, H, R = q_absorbed.shape
@@ -84,15 +87,15 @@ def launch(
     parts = (out, lse) if splits == 1 else (out.new_empty(B, T, splits, H, R), lse.new_empty(B, T, splits, H))
     q_absorbed, q_pe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_absorbed, q_pe))
     reach = latent.shape[1] * latent.stride(1) if block_table is None else latent.shape[0] * latent.stride(0)
-    latent_or = lambda x: latent if x is None else x.contiguous()  # noqa: E731
+    visible_rows, picks, table = (latent if x is None else x.contiguous() for x in (visible, topk_indices, block_table))
     with torch.cuda.device_of(out):
         kernel.attend_kernel[(B * T * splits * -(-H // config.heads),)](
             q_absorbed,
             q_pe,
             latent,
-            latent_or(visible),
-            latent_or(topk_indices),
-            latent_or(block_table),
+            visible_rows,
+            picks,
+            table,
             *parts,
             *q_absorbed.stride()[:3],
             *q_pe.stride()[:3],
