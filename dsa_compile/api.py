@@ -8,6 +8,7 @@ from dsa_compile import backend
 from dsa_compile.config import DSAConfig
 from dsa_compile.guard import Guard
 from dsa_compile.models.preparation import prepare_modules
+from dsa_compile.passes.pipeline import check_names
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -32,7 +33,9 @@ def prepare(model: Model, config: DSAConfig | None = None, **fields: Any) -> Mod
         IndexerWeightsError: indexer weights are missing, do not fit or hold NaN. The model is as before.
         CheckpointError: ``indexer`` names no readable checkpoint.
     """
-    prepare_modules(model, DSAConfig.of(config, **fields))
+    options = DSAConfig.of(config, **fields)
+    check_names(options.disable_passes)
+    prepare_modules(model, options)
     guard = Guard(model)
     model.dsa_guard = guard  # type: ignore[assignment]
     model._compiled_call_impl = guard

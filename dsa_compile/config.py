@@ -59,8 +59,7 @@ class CacheConfig(_Options):
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if self.capacity is not None and self.capacity < 1:
-            raise ConfigError(f"CacheConfig.capacity: expected at least 1 slot, came {self.capacity}.")
+        _check_count("CacheConfig.capacity", self.capacity)
         _check_choice("CacheConfig.dtype", self.dtype, CACHE_DTYPES)
 
 
@@ -104,8 +103,7 @@ class DSAConfig(_Options):
     disable_passes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.index_topk is not None and (isinstance(self.index_topk, bool) or self.index_topk < 1):
-            raise ConfigError(f"index_topk: expected at least 1, came {self.index_topk}.")
+        _check_count("index_topk", self.index_topk)
         _check_choice("selector", self.selector, (None, *SELECTORS))
         _check_choice("lowering", self.lowering, LOWERINGS)
         _check_choice("layer0", self.layer0, LAYER0)
@@ -127,6 +125,8 @@ class DSAConfig(_Options):
             object.__setattr__(self, "cache", CacheConfig.of(**self.cache))
         if not isinstance(self.cache, CacheConfig):
             raise ConfigError(f"cache: expected CacheConfig or a dict of its fields, came {type(self.cache).__name__}.")
+        if self.selector == "dense" and (self.plan not in (None, "own") or self.layer0 != "serial"):
+            raise ConfigError(f"plan={self.plan!r}: selector='dense' selects nothing that a plan could share.")
         if self.indexer is not None and self.selector in ("attention", "dense"):
             raise ConfigError(f"indexer= is read by selector='indexer' alone, came selector={self.selector!r}.")
 
@@ -134,6 +134,11 @@ class DSAConfig(_Options):
         """The fields that shape a compiled graph, as ``options=`` of ``torch.compile``."""
         names = ("index_topk", "selector", "plan", "layer0", "select_budget", "lowering", "mode", "disable_passes")
         return {name: getattr(self, name) for name in names}
+
+
+def _check_count(name: str, value: object) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigError(f"{name}: expected a whole number of at least 1, came {value!r}.")
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

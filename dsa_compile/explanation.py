@@ -1,6 +1,7 @@
 """`explain`: what the passes would do to a model, and what that costs, without touching it."""
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -158,7 +159,9 @@ def explain(
         family, options = family_named(model.dsa.family_type), _options_of(model)
     else:
         family, options = family_of(model), DSAConfig.of(config, **fields)
-    clone = prepare(_weightless(model, family.causal_lm), options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="plan=")  # a dry run loses no quality
+        clone = prepare(_weightless(model, family.causal_lm), options)
     batch, tokens = _shape(inputs)
     reports = {
         "prefill": _capture(clone, batch, tokens, context),
@@ -180,12 +183,15 @@ def _layers(
     clone: Any, reports: dict[str, Report], context: int, itemsize: int, native: bool
 ) -> list[LayerExplanation]:
     names = {id(module): name for name, module in clone.named_modules()}
-    layers = []
+    layers: list[LayerExplanation] = []
     held_by_layer, letters = clone.make_cache(1, 1).layers, clone.dsa.plan.letters
     for module, dims, held, letter in zip(attention_modules(clone), clone.dsa.dims, held_by_layer, letters):
         path = names[id(module)]
         found = {kind: [e for e in r.entries if e.where == path] for kind, r in reports.items()}
         topk = clone.dsa.index_topk if _is_sparse(found["decode"]) else None
+        owner = len(layers) in clone.dsa.plan.owners
+        if letter == "D" and owner and dims.indexer:
+            topk = context  # scores for others, and attends to everything
         row = held.latent.nbytes
         layers.append(
             LayerExplanation(
@@ -197,7 +203,12 @@ def _layers(
                 stock_bytes_per_token=_stock_values(clone, dims, native, module) * itemsize,
                 dense=cost.decode_cost(dims, context, itemsize=itemsize, row_bytes=row),
                 chosen=cost.decode_cost(
-                    dims, context, topk, exact=clone.dsa.selector == "attention", itemsize=itemsize, row_bytes=row
+                    dims,
+                    context,
+                    topk,
+                    exact=clone.dsa.selector == "attention" and owner,
+                    itemsize=itemsize,
+                    row_bytes=row,
                 ),
             )
         )
@@ -207,7 +218,9 @@ def _layers(
 def _owner(clone: Any, dims: LayerDims, letter: str) -> str:
     if clone.dsa.selector != "indexer":
         return "none"
-    return {"F": "own", "L": "late"}.get(letter, "own" if dims.indexer else "shared")
+    if letter == "D":
+        return "for others" if dims.indexer else "none"
+    return {"F": "own", "L": "late"}.get(letter, "shared")
 
 
 def _stock_values(clone: Any, dims: LayerDims, native: bool, module: Any) -> int:
@@ -260,9 +273,9 @@ def _options_of(model: Any) -> DSAConfig:
         layer0=dsa.config.layer0,
         disable_passes=dsa.config.disable_passes,
     )
-    indexer = next((d.indexer for d in dsa.dims if d.indexer), None)
-    if indexer is None or family_named(dsa.family_type).native_indexer:
+    if dsa.selector != "indexer" or family_named(dsa.family_type).native_indexer:
         return options
+    indexer: Any = attention_modules(model)[0].indexer
     return DSAConfig.of(options, indexer="random", index_n_heads=indexer.n_heads, index_head_dim=indexer.head_dim)
 
 

@@ -34,7 +34,7 @@ class Plan:
     def letters(self) -> str:
         """One a layer. F: runs its indexer and attends to it. L: runs its indexer, attends to an earlier selection.
 
-        S: runs none, attends to an earlier selection. D: attends to everything.
+        S: runs none, attends to an earlier selection. D: attends to everything, whether or not it runs one for others.
         """
         return "".join(self._letter(i) for i in range(len(self.sources)))
 
@@ -119,18 +119,19 @@ def retention_period(share: str) -> int:
 
 def _check_parts(parts: list[str], wanted: Any) -> None:
     for part in parts:
-        name, _, value = part.partition(":")
-        if name not in ("own", "mli", "share", "model") or (name == "share") != bool(value):
+        name, colon, value = part.partition(":")
+        if name not in ("own", "mli", "share", "model") or (name == "share") != bool(colon) or (colon and not value):
             raise ConfigError(f"plan: unknown {wanted!r}; the plans are {FORMS}.")
-        if name == "share" and set(value) - {"F", "S"}:
-            retention_period(value) if "/" in value else _unknown_letters(value)
+        if name == "share":
+            retention_period(value) if "/" in value else _check_letters(value)
     if len(set(parts)) < len(parts) or sum(p != "mli" for p in parts) > 1:
         raise ConfigError(f"plan: expected at most one of own, share and model, and mli once; came {wanted!r}.")
 
 
-def _unknown_letters(value: str) -> None:
+def _check_letters(value: str) -> None:
     odd = "".join(sorted(set(value) - {"F", "S"}))
-    raise ConfigError(f"plan: expected letters F (runs its indexer) and S (shares), came {odd!r} in {value!r}.")
+    if odd:
+        raise ConfigError(f"plan: expected letters F (runs its indexer) and S (shares), came {odd!r} in {value!r}.")
 
 
 def _of_length(entries: Sequence[Any], layers: int) -> Sequence[Any]:
@@ -145,8 +146,7 @@ def _sharing(part: str, with_indexer: Sequence[bool], model_config: Any) -> list
     if part == "model":
         runs = _of_config(model_config, layers)
     elif "/" in part:
-        offset = getattr(model_config, "index_skip_topk_offset", None) or DEFAULT_OFFSET
-        runs = _every(retention_period(part.removeprefix("share:")), offset, layers)
+        runs = _every(retention_period(part.removeprefix("share:")), _offset(model_config), layers)
     else:
         runs = [letter == "F" for letter in _of_length(part.removeprefix("share:"), layers)]
     if not runs[0]:
@@ -162,11 +162,21 @@ def _of_config(model_config: Any, layers: int) -> list[bool]:
     types = getattr(model_config, "indexer_types", None)
     pattern = getattr(model_config, "index_topk_pattern", None)
     if types is not None:
-        return [kind == "full" for kind in list(types)[:layers]]
+        odd = sorted({str(kind) for kind in types} - {"full", "shared"})
+        if odd or len(types) < layers:
+            raise ConfigError(
+                f"config.indexer_types: expected 'full' or 'shared' for each of {layers} layers, came {list(types)}."
+            )
+        return [kind == "full" for kind in types[:layers]]
     if pattern is not None:
+        _check_letters(pattern)
         return [letter == "F" for letter in _of_length(pattern, layers)]
-    freq = getattr(model_config, "index_topk_freq", None) or 1
-    return _every(freq, getattr(model_config, "index_skip_topk_offset", None) or DEFAULT_OFFSET, layers)
+    return _every(getattr(model_config, "index_topk_freq", None) or 1, _offset(model_config), layers)
+
+
+def _offset(model_config: Any) -> int:
+    offset = getattr(model_config, "index_skip_topk_offset", None)
+    return DEFAULT_OFFSET if offset is None else offset
 
 
 def _every(freq: int, offset: int, layers: int) -> list[bool]:

@@ -122,8 +122,6 @@ def mla_attention(
         latent = key if key.dim() == 3 else compact_rows(torch.cat([key, value], -1)[:, 0], attention_mask)
     if selection.selector != "indexer" or (indices is not None and indices.shape[-1] == 0):
         indices = None
-    if selection.source is None:
-        indices = None
     inserted = indices is None and selection.selector != "dense" and selection.owned
     attached = inserted and selection.selector == "indexer"
     output = torch.ops.dsa.mla.default(
@@ -139,7 +137,7 @@ def mla_attention(
         indexer_parameters(module.indexer) if attached else [],
         selection.index_topk if inserted else 0,
         selection.index_rope,
-        -1 if selection.source in (None, module.layer_idx) else selection.source,
+        -2 if selection.source is None else -1 if selection.source == module.layer_idx else selection.source,
     )
     return output, None
 

@@ -75,21 +75,18 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
         index_topk=index_topk,
         plan=plan,
         dims=dims,
-        fingerprint=_fingerprint(model, attentions),
+        fingerprint=_fingerprint(model, attentions, () if plan == own else plan.text()),
     )
 
 
 def _plans(selector: str, indexers: list[nn.Module | None], config: DSAConfig, model_config: Any) -> tuple[Plan, Plan]:
     """The plan that the options name, and the model's own; the latter alone where the pass of plans is left out."""
-    asked = config.plan not in (None, "own") or config.layer0 != "serial"
-    if selector == "dense" and asked:
-        raise ConfigError(f"plan={config.plan!r}: selector='dense' selects nothing that a plan could share.")
     with_indexer = [selector != "indexer" or indexer is not None for indexer in indexers]
     plan = plan_of(config.plan, with_indexer, layer0=config.layer0, model_config=model_config)
     own = plan_of(None, with_indexer)
     if "plan_selection" in config.disable_passes:
         return own, own
-    if asked and config.plan != "model" and plan.reuses:
+    if plan.reuses and plan != own and config.plan != "model":
         warnings.warn(
             f"plan={config.plan!r} ({plan.letters}): layers attend to selections that the checkpoint was not trained "
             "to share, which can cost quality, long contexts above all. Compare it with plan=None on your own texts.",
@@ -98,9 +95,9 @@ def _plans(selector: str, indexers: list[nn.Module | None], config: DSAConfig, m
     return plan, own
 
 
-def _fingerprint(model: Any, attentions: list[Any]) -> str:
-    """Names the weights whose latents a cache holds: the same checkpoint gives the same in every process."""
-    digest = hashlib.sha256(type(model).__name__.encode())
+def _fingerprint(model: Any, attentions: list[Any], plan: tuple[str, ...]) -> str:
+    """Names the weights and the plan whose latents a cache holds: the same in every process."""
+    digest = hashlib.sha256(" ".join((type(model).__name__, *plan)).encode())
     for attention in attentions:
         row = attention.kv_a_proj_with_mqa.weight[0].detach()
         if not row.is_meta:

@@ -34,7 +34,7 @@ def rewrite(gm: GraphModule, config: DSAConfig) -> Report:
     Raises:
         ConfigError: ``disable_passes`` names no pass.
     """
-    _check_names(config.disable_passes)
+    check_names(config.disable_passes)
     report = Report()
     context = Context(config, report)
     for number, graph_pass in enumerate(PIPELINE):
@@ -58,7 +58,8 @@ def _op_name(target: Any) -> str:
     return str(target) if isinstance(target, (str, OpOverload)) else target.__name__
 
 
-def _check_names(names: tuple[str, ...]) -> None:
+def check_names(names: tuple[str, ...]) -> None:
+    """Raise ConfigError for the first of ``names`` that is no pass, naming the nearest."""
     known = [p.name for p in PIPELINE]
     for name in names:
         if name not in known:

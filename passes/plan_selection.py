@@ -18,10 +18,12 @@ The projections of a dropped selection go with it. Without a plan the graph stay
 """
 
 import re
+import warnings
 from dataclasses import dataclass
 
 from torch.fx import Graph, GraphModule, Node
 
+from dsa_compile.errors import ConfigError
 from dsa_compile.passes.base import (
     Context,
     GraphPass,
@@ -33,6 +35,9 @@ from dsa_compile.passes.base import (
     set_arguments,
 )
 from dsa_compile.plan import Plan, plan_of
+
+UNMARKED, EVERYTHING = -1, -2
+"""What ``selection_of`` of ``dsa::mla`` says beside the number of a layer."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,15 @@ class PlanSelection(GraphPass):
     numerics = "changes"
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
-        marked = any(arguments(n)["selection_of"] >= 0 for n in self.candidates(gm.graph))
-        if not marked and context.config.plan in (None, "own"):
+        planned = context.config.plan not in (None, "own")
+        if not planned and all(arguments(n)["selection_of"] == UNMARKED for n in self.candidates(gm.graph)):
             return 0
+        if planned and not _selections(gm.graph):
+            warnings.warn(
+                f"plan={context.config.plan!r} has no effect: no layer of the graph has a selection to share. Give the "
+                "model an indexer (dsa_compile.optimize or prepare), or selector='attention'.",
+                stacklevel=2,
+            )
         done = super().__call__(gm, context)
         dropped = [n for n in _selections(gm.graph) if not n.users]
         for node in dropped:
@@ -72,7 +83,9 @@ class PlanSelection(GraphPass):
     def match(self, node: Node, context: Context) -> _Match:
         args = arguments(node)
         source, topk = args["selection_of"], args["topk_indices"]
-        if source < 0:
+        if source == EVERYTHING:
+            source = None
+        elif source == UNMARKED:
             if context.config.plan in (None, "own"):
                 raise Refused("attends to the selection that the model gives it", node)
             source = _plan(node.graph, context).sources[_layer(node)]
@@ -104,7 +117,10 @@ def _layer(node: Node) -> int:
 
 
 def _plan(graph: Graph, context: Context) -> Plan:
-    """The plan of all layers of the graph."""
+    """The plan of all layers of the graph; a graph knows no config of a model."""
+    wanted = context.config.plan
+    if isinstance(wanted, str) and "model" in wanted.split("+"):
+        raise ConfigError("plan='model' reads the model's config: use dsa_compile.optimize or prepare with it.")
     mlas = [n for n in graph.nodes if is_op(n, "mla")]
     layers, selecting = [_layer(n) for n in mlas], {_layer(n) for n in _selections(graph)}
     if layers != list(range(len(layers))):
@@ -112,7 +128,7 @@ def _plan(graph: Graph, context: Context) -> Plan:
     with_indexer = [layer in selecting for layer in layers]
     if not any(with_indexer):
         raise Refused("no layer has a selection", mlas[0])
-    return plan_of(context.config.plan, with_indexer, layer0=context.config.layer0)
+    return plan_of(wanted, with_indexer, layer0=context.config.layer0)
 
 
 def _drop(graph: Graph, topk: Node) -> None:

@@ -72,6 +72,12 @@ def test_published_schedules():
     assert [letters(f"share:1/{r}", 78).count("F") for r in (2, 4, 8, 16, 32)] == [40, 21, 11, 6, 4]
 
 
+def test_an_offset_of_zero_is_an_offset():
+    assert letters("share:1/4", 6, model_config=SimpleNamespace(index_skip_topk_offset=1)) == "FSSSFS"
+    with pytest.raises(ConfigError, match="starts with a shared layer"):
+        letters("share:1/4", 6, model_config=SimpleNamespace(index_skip_topk_offset=0))
+
+
 def test_the_first_layers_before_the_offset_run_their_own():
     assert letters("model", 8, model_config=SimpleNamespace(index_topk_freq=4, index_skip_topk_offset=5)) == "FFFFFSSS"
 
@@ -99,6 +105,14 @@ def test_layers_without_an_indexer_share_as_the_model_does():
         ("shared", {}, "unknown 'shared'"),
         ("share", {}, "unknown 'share'"),
         ("mli:3", {}, "unknown 'mli:3'"),
+        ("mli:", {}, "unknown 'mli:'"),
+        ("model", {"model_config": SimpleNamespace(index_topk_pattern="FXSS")}, "came 'X' in 'FXSS'"),
+        ("model", {"model_config": SimpleNamespace(indexer_types=["full"])}, "for each of 4 layers"),
+        (
+            "model",
+            {"model_config": SimpleNamespace(indexer_types=["full", "half", "full", "full"])},
+            "'full' or 'shared'",
+        ),
         ("mli+mli", {}, "mli once"),
         ("share:1/2+share:1/4", {}, "at most one of own, share and model"),
         ("share:FXSS", {}, "came 'X' in 'FXSS'"),

@@ -104,15 +104,16 @@ def refusal(call: Call) -> str | None:
 def configs(call: Call, device: Device) -> list[Config]:
     """The configurations worth trying on this device, the likeliest first; never none."""
     if call.dtype == torch.float32:
-        table: tuple[Config, ...] = _FLOAT32
-    elif device.major == 9:
+        return _fitting(_FLOAT32, call, device)[:1] or [_FLOAT32[-1]]
+    measured: list[Config] = []
+    if device.major == 9:
         tile = 64 if call.heads > 32 else 32 if call.heads > 16 else 16
-        table = _HOPPER[f"{tile} heads" + " fp8" * call.fp8] + _OTHERS
-    else:
-        table = _OTHERS
-    fitting = [c for c in table if shared_bytes(call, c) <= device.shared]
-    measured = [c for c in fitting if c not in _OTHERS or device.major != 9]
-    return measured or fitting[:1] or [table[-1]]
+        measured = _fitting(_HOPPER[f"{tile} heads" + " fp8" * call.fp8], call, device)
+    return measured or _fitting(_OTHERS, call, device)[:1] or [_OTHERS[-1]]
+
+
+def _fitting(table: tuple[Config, ...], call: Call, device: Device) -> list[Config]:
+    return [config for config in table if shared_bytes(call, config) <= device.shared]
 
 
 def shared_bytes(call: Call, config: Config) -> int:

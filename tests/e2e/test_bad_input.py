@@ -48,14 +48,14 @@ def assert_unchanged(cache, before):
 
 CONFIGS = [
     ({"index_top": 8}, ConfigError, "unknown option 'index_top'; did you mean 'index_topk'"),
-    ({"index_topk": 0}, ConfigError, "index_topk: expected at least 1, came 0"),
+    ({"index_topk": 0}, ConfigError, "index_topk: expected a whole number of at least 1, came 0"),
     ({"selector": "best"}, ConfigError, "selector: expected one of"),
     ({"lowering": "cuda"}, ConfigError, "lowering: expected one of 'inductor', 'eager'"),
     ({"cache": {"dtype": "int4"}}, ConfigError, r"CacheConfig\.dtype: expected one of None, 'fp8', came 'int4'"),
     ({"selector": "dense", "indexer": "random"}, ConfigError, "read by selector='indexer' alone"),
     ({"mode": "max-autotune", "lowering": "eager"}, ConfigError, "needs lowering='inductor'"),
     ({"cache": {"capacty": 4}}, ConfigError, "did you mean 'capacity'"),
-    ({"cache": {"capacity": 0}}, ConfigError, "expected at least 1 slot"),
+    ({"cache": {"capacity": 0}}, ConfigError, "capacity: expected a whole number of at least 1"),
     ({}, IndexerWeightsError, "Three ways on: selector='dense'"),
     ({"indexer": "no/such/file"}, CheckpointError, "found neither"),
     ({"indexer": "random", "index_head_dim": 4}, IndexerWeightsError, "smaller than the 8 dimensions that RoPE turns"),

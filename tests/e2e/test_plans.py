@@ -8,7 +8,7 @@ import torch
 from cases import ATOL, TOPK, assert_rows_equal, left_padded, optimized, stock, token_ids
 
 import dsa_compile
-from dsa_compile.errors import ConfigError
+from dsa_compile.errors import CacheError, ConfigError
 from dsa_compile.passes.base import is_op
 
 LATENT, KEY = (32 + 8) * 4, 16 * 4
@@ -58,14 +58,33 @@ def test_equals_the_stock_model_with_its_selections_rewired(plan, letters, owner
     assert (plain - want)[mask.bool()].abs().max() > 10 * ATOL
 
 
-def test_the_backend_string_takes_a_plan(device):
+@pytest.mark.parametrize(
+    ("case", "plan", "layer0", "letters"),
+    [
+        ("deepseek_v32", "mli", "serial", "FLS"),
+        ("deepseek_v32", "mli", "dense", "DLS"),
+        ("glm_moe_dsa", ["own", "dense", "from:0"], "serial", "FDS"),
+    ],
+)
+def test_the_backend_string_and_optimize_mean_the_same(case, plan, layer0, letters, device, graphs):
     ids = token_ids(2, 3 * TOPK, device)
-    compiled = torch.compile(
-        copy.deepcopy(stock("deepseek_v32", device)), backend="dsa", options={"plan": "mli", "lowering": "eager"}
-    )
+    options = {"plan": plan, "layer0": layer0, "lowering": "eager"}
+    compiled = torch.compile(copy.deepcopy(stock(case, device)), backend="dsa", options=options)
+    model = optimized(case, device, plan=plan, layer0=layer0)
+    assert model.dsa.plan.letters == letters
     with torch.no_grad():
-        want = rewired("deepseek_v32", device, (0, 0, 1))(ids, use_cache=False).logits
-        assert_rows_equal(compiled(ids, use_cache=False).logits, want)
+        assert_rows_equal(model(ids, use_cache=False).logits, compiled(ids, use_cache=False).logits)
+    assert sum(is_op(n, "select") for n in graphs[0].graph.nodes) == len(model.dsa.plan.owners)
+    dense = [n for n in graphs[0].graph.nodes if is_op(n, "mla")]
+    assert len(dense) == letters.count("D")
+
+
+def test_a_plan_without_any_selection_is_warned_of(device):
+    compiled = torch.compile(
+        copy.deepcopy(stock("deepseek_v3", device)), backend="dsa", options={"plan": "mli", "lowering": "eager"}
+    )
+    with torch.no_grad(), pytest.warns(UserWarning, match="has no effect: no layer of the graph has a selection"):
+        compiled(token_ids(1, 5, device), use_cache=False)
 
 
 def test_a_prepared_model_carries_its_plan_into_any_compilation(device, graphs):
@@ -130,10 +149,26 @@ def test_without_the_pass_each_layer_keeps_its_own(device):
 
 
 def test_explain_shows_the_plan(device):
-    shown = dsa_compile.explain(stock("deepseek_v32", device), plan="mli")
+    shown = dsa_compile.explain(stock("deepseek_v32", device), plan="mli", context=4096)
     assert "plan FLS" in str(shown)
     assert [layer.indexer for layer in shown.layers] == ["own", "late", "shared"]
     assert shown.bytes_per_token == 3 * LATENT + 2 * KEY
+    first, second, third = (layer.chosen for layer in shown.layers)
+    assert first == second
+    assert third.flops < first.flops
+    prepared = dsa_compile.prepare(copy.deepcopy(stock("deepseek_v3", device)), plan=["dense"] * 3, **INSERTED)
+    assert [layer.indexer for layer in dsa_compile.explain(prepared).layers] == ["none"] * 3
+
+
+def test_a_cache_is_of_one_plan(device):
+    model = optimized("deepseek_v32", device, plan="mli")
+    cache = model.make_cache(1, 16)
+    other = optimized("deepseek_v32", device, plan="share:FFS")
+    assert other.dsa.dims == model.dsa.dims
+    with torch.no_grad():
+        model(token_ids(1, 4, device), past_key_values=cache)
+        with pytest.raises(CacheError, match="under another plan"):
+            other(token_ids(1, 4, device), past_key_values=cache)
 
 
 def test_reuse_that_nobody_trained_is_warned_of(device):
@@ -143,6 +178,7 @@ def test_reuse_that_nobody_trained_is_warned_of(device):
         warnings.simplefilter("error")
         optimized("glm_moe_dsa", device)
         optimized("deepseek_v32", device, plan="model")
+        optimized("glm_moe_dsa", device, plan="share:FSF")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +189,8 @@ def test_reuse_that_nobody_trained_is_warned_of(device):
         ("deepseek_v3", {"selector": "dense", "plan": "mli"}, "selector='dense' selects nothing"),
         ("deepseek_v32", {"plan": 3}, "expected a string or a list"),
         ("deepseek_v32", {"layer0": "last"}, "layer0: expected one of"),
+        ("deepseek_v32", {"disable_passes": ["plan_selectio"]}, "did you mean 'plan_selection'"),
+        ("deepseek_v32", {"index_topk": "8"}, "index_topk: expected a whole number"),
     ],
 )
 def test_a_plan_that_does_not_fit_leaves_the_model_alone(case, fields, words, device):

@@ -102,6 +102,11 @@ def test_marks_of_prepare_need_no_option():
     assert sources(outcome) == [0, 0, 0, 2]
 
 
+def test_a_layer_marked_dense_lends_its_selection_all_the_same():
+    outcome = check(Model(["exact", "exact", "exact"], [-2, 0, -1]), matches=3, ops={EXACT: -1}, atol=None)
+    assert sources(outcome) == [None, 0, 2]
+
+
 def test_a_plan_that_is_the_model_changes_nothing():
     for plan in (None, "own", ["own"] * 3):
         check(Model(["indexer"] * 3), plan, matches=0)
