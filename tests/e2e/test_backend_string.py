@@ -187,7 +187,7 @@ def test_eager_attention_is_refused_with_the_way_on(device):
     ("options", "text"),
     [
         ({"selectr": "attention"}, "unknown option 'selectr'; did you mean 'selector'"),
-        ({"index_topk": 0}, "index_topk: expected at least 1"),
+        ({"index_topk": 0}, "index_topk: expected a whole number of at least 1"),
         ({"disable_passes": ["sparsfy"]}, "unknown pass 'sparsfy'; did you mean 'sparsify'"),
     ],
 )
