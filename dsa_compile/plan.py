@@ -15,6 +15,9 @@ LAYER0 = ("serial", "dense")
 """What layer 0, which has none before it, attends to: its own selection, or every visible token."""
 
 FORMS = "own, model, mli, share:1/4, share:FSSS..., mli+share:1/4, or a list of own, previous, from:j and dense"
+UNMARKED, EVERYTHING = -1, -2
+"""What ``selection_of`` of ``dsa::mla`` says beside the number of a layer."""
+
 DEFAULT_OFFSET = 2
 """``index_skip_topk_offset`` where a config has none (transformers, vLLM)."""
 

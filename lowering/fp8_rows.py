@@ -29,7 +29,7 @@ def row_bytes(rank: int, rope: int) -> int:
             f"fp8 cache: expected a kv_lora_rank that is a multiple of 4 and an even qk_rope_head_dim, came {rank} and "
             f"{rope}. Leave CacheConfig(dtype=...) out: this model's cache can hold its own dtype."
         )
-    return rank + 4 * _tiles(rank) + 2 * rope
+    return rank + 4 * tile_count(rank) + 2 * rope
 
 
 def pack(c_kv: Tensor, k_pe: Tensor) -> Tensor:
@@ -51,18 +51,19 @@ def pack(c_kv: Tensor, k_pe: Tensor) -> Tensor:
 
 def unpack(rows: Tensor, rank: int, rope: int, dtype: torch.dtype) -> Tensor:
     """Values [..., R+P] in ``dtype`` of rows uint8[..., row_bytes]."""
-    codes, scale, k_pe = rows.split([rank, 4 * _tiles(rank), 2 * rope], -1)
+    codes, scale, k_pe = rows.split([rank, 4 * tile_count(rank), 2 * rope], -1)
     values = _in_tiles(codes.view(torch.float8_e4m3fn).float()) * _as(scale, torch.float32).unsqueeze(-1)
     return torch.cat([values.flatten(-2)[..., :rank].to(dtype), _as(k_pe, torch.bfloat16).to(dtype)], -1)
 
 
-def _tiles(rank: int) -> int:
+def tile_count(rank: int) -> int:
+    """Tiles, and so scales, of R values."""
     return -(-rank // TILE)
 
 
 def _in_tiles(values: Tensor) -> Tensor:
     """[..., R] -> [..., tiles, TILE], zeros behind the last."""
-    tiles = _tiles(values.shape[-1])
+    tiles = tile_count(values.shape[-1])
     return F.pad(values, (0, tiles * TILE - values.shape[-1])).unflatten(-1, (tiles, TILE))
 
 

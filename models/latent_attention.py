@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from dsa_compile.lowering.cache_write.compact import compact_rows
 from dsa_compile.lowering.select.projections import project
+from dsa_compile.plan import EVERYTHING, UNMARKED
 
 ATTENTION_NAME = "dsa_mla"
 """``config._attn_implementation`` of a prepared model."""
@@ -137,9 +138,16 @@ def mla_attention(
         indexer_parameters(module.indexer) if attached else [],
         selection.index_topk if inserted else 0,
         selection.index_rope,
-        -2 if selection.source is None else -1 if selection.source == module.layer_idx else selection.source,
+        _mark(selection.source, module.layer_idx),
     )
     return output, None
+
+
+def _mark(source: int | None, layer: int) -> int:
+    """``selection_of`` of ``dsa::mla`` for a layer that attends to the selection of ``source``."""
+    if source is None:
+        return EVERYTHING
+    return UNMARKED if source == layer else source
 
 
 AttentionInterface.register(ATTENTION_NAME, mla_attention)

@@ -21,6 +21,7 @@ import re
 import warnings
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dsa_compile.errors import ConfigError
@@ -34,10 +35,7 @@ from dsa_compile.passes.base import (
     is_op,
     set_arguments,
 )
-from dsa_compile.plan import Plan, plan_of
-
-UNMARKED, EVERYTHING = -1, -2
-"""What ``selection_of`` of ``dsa::mla`` says beside the number of a layer."""
+from dsa_compile.plan import EVERYTHING, UNMARKED, Plan, plan_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class PlanSelection(GraphPass):
         return done + len(dropped)
 
     def candidates(self, graph: Graph) -> list[Node]:
-        return [n for n in graph.nodes if is_op(n, "mla")]
+        return graph.find_nodes(op="call_function", target=torch.ops.dsa.mla.default)
 
     def match(self, node: Node, context: Context) -> _Match:
         args = arguments(node)
@@ -106,7 +104,8 @@ class PlanSelection(GraphPass):
 
 
 def _selections(graph: Graph) -> list[Node]:
-    return [n for n in graph.nodes if is_op(n, "select", "select_attention")]
+    ops = torch.ops.dsa.select.default, torch.ops.dsa.select_attention.default
+    return [n for op in ops for n in graph.find_nodes(op="call_function", target=op)]
 
 
 def _layer(node: Node) -> int:
@@ -121,7 +120,7 @@ def _plan(graph: Graph, context: Context) -> Plan:
     wanted = context.config.plan
     if isinstance(wanted, str) and "model" in wanted.split("+"):
         raise ConfigError("plan='model' reads the model's config: use dsa_compile.optimize or prepare with it.")
-    mlas = [n for n in graph.nodes if is_op(n, "mla")]
+    mlas = graph.find_nodes(op="call_function", target=torch.ops.dsa.mla.default)
     layers, selecting = [_layer(n) for n in mlas], {_layer(n) for n in _selections(graph)}
     if layers != list(range(len(layers))):
         raise Refused(f"a plan is for all layers from 0 on, the graph holds {layers}", mlas[0])

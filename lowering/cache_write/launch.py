@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from dsa_compile.lowering.cache_write.reference import cache_write
-from dsa_compile.lowering.fp8_rows import SMALLEST_PEAK, TILE, row_bytes
+from dsa_compile.lowering.fp8_rows import SMALLEST_PEAK, TILE, row_bytes, tile_count
+from dsa_compile.lowering.tiles import power_of_two
 
 
 def cache_write_cuda(
@@ -36,15 +37,15 @@ def write(pool: Tensor, slots: Tensor, block_table: Tensor | None, first: Tensor
     rest = first if second is None else second
     first, rest = (x if x.stride(-1) == 1 else x.contiguous() for x in (first, rest))
     rest_width = 0 if second is None else second.shape[-1]
-    sizes = {"FIRST_WIDTH": width, "SECOND_WIDTH": rest_width, "SECOND_BLOCK": _power_of_two(rest_width)}
+    sizes = {"FIRST_WIDTH": width, "SECOND_WIDTH": rest_width, "SECOND_BLOCK": power_of_two(rest_width)}
     sizes["PAGE"] = 0 if block_table is None else pool.shape[1]
     packed = pool.dtype == torch.uint8
     if packed:
         row_bytes(width, rest_width)
-        tiles = -(-width // TILE)
-        options = {"TILE": TILE, "TILES": tiles, "BLOCK_TILES": _power_of_two(tiles), "SMALLEST_PEAK": SMALLEST_PEAK}
+        tiles = tile_count(width)
+        options = {"TILE": TILE, "TILES": tiles, "BLOCK_TILES": power_of_two(tiles), "SMALLEST_PEAK": SMALLEST_PEAK}
     else:
-        options = {"FIRST_BLOCK": _power_of_two(width)}
+        options = {"FIRST_BLOCK": power_of_two(width)}
     with torch.cuda.device_of(pool):
         (kernel.pack_kernel if packed else kernel.copy_kernel)[(B * T,)](
             pool,
@@ -62,7 +63,3 @@ def write(pool: Tensor, slots: Tensor, block_table: Tensor | None, first: Tensor
             **options,
             num_warps=1 if width <= 128 else 4,
         )
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from dsa_compile.lowering.tiles import power_of_two
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_RANK = 512
 LARGEST_ROPE = 64
@@ -137,11 +139,6 @@ def splits(call: Call, config: Config, device: Device) -> int:
 def block(width: int) -> int:
     """The power of two, at least 16, that a tile's side of ``width`` takes."""
     return max(16, power_of_two(width))
-
-
-def power_of_two(n: int) -> int:
-    """The smallest that is not below ``n``."""
-    return 1 << (n - 1).bit_length()
 
 
 def merge_constants(call: Call, splits: int) -> dict[str, int]:

@@ -6,11 +6,13 @@ Import this module inside functions only: it needs triton.
 import triton
 import triton.language as tl
 
+from dsa_compile.lowering.fp8_rows import TILE
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Where the running maximum starts: finite, so that a block without any live slot gives weights of 0 and no NaN."""
-FP8_TILE = tl.constexpr(128)
+FP8_TILE = tl.constexpr(TILE)
 """Values of a latent row that share one float32 scale."""
 E4M3_AS_BF16 = tl.constexpr(2.0**120)
 """bf16 bits made of e4m3 bits are too small by this factor."""

@@ -5,6 +5,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from dsa_compile.lowering.pages import slot_count
 from dsa_compile.lowering.sparse_mla import configs
 from dsa_compile.lowering.sparse_mla.configs import Call, Config, Device
 from dsa_compile.lowering.sparse_mla.limits import check
@@ -48,7 +49,7 @@ def call_of(
         rank=R,
         rope=q_pe.shape[-1],
         topk=None if topk_indices is None else topk_indices.shape[-1],
-        slots=latent.shape[1] * (1 if block_table is None else block_table.shape[1]),
+        slots=slot_count(latent, block_table),
         rows=B * T,
         fp8=latent.dtype == torch.uint8,
         masked=mask is not None,
