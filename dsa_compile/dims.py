@@ -22,11 +22,13 @@ Conventions that every op, pass and cache holds:
 * ``topk_indices`` ``int32[B, T, K]`` holds slots of the row's own sequence, ascending, then -1. A row attends to the
   slots that are in it *and* visible. Ties go to the lower slot; NaN scores lose to every number.
 * ``block_table`` ``int32[B, pages]``, where one is given, spreads a sequence over pages: pools are
-  ``[pages of all sequences, page size, width]`` and slot s lies in row ``s % page size`` of page
+  ``[pages of all sequences, page size, ...]`` and slot s lies in row ``s % page size`` of page
   ``block_table[b, s // page size]``. An entry outside the pool is an absent page: nobody attends to its slots, and
-  writes to it leave no trace. Slots stay logical everywhere else. Without it a pool is ``[B, S, width]``.
+  writes to it leave no trace. Slots stay logical everywhere else. Without it a pool is ``[B, S, ...]``.
 * A pool of latents is in the model's dtype, or ``uint8`` rows in fp8 (`dsa_compile.lowering.fp8_rows`). It has no
   gradient in fp8 or in pages.
+* A pool of index keys is in the model's dtype, or ``uint8`` codes in fp8 with a pool of ``index_scales`` ``float32``
+  beside it, one a key (`dsa_compile.lowering.fp8_keys`). Then index queries are rounded to fp8 as well.
 * A row that sees nothing gives output 0 and log-sum-exp -inf, never NaN. NaN in a slot reaches only rows that see it.
 """
 

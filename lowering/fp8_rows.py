@@ -10,12 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsa_compile.errors import CacheError
+from dsa_compile.lowering.fp8_keys import decode, quantise
 
 TILE = 128
 """Values that share a scale."""
-
-SMALLEST_PEAK = 1e-4
-"""A tile whose largest value is below this is scaled as if it were this."""
 
 
 def row_bytes(rank: int, rope: int) -> int:
@@ -33,26 +31,17 @@ def row_bytes(rank: int, rope: int) -> int:
 
 
 def pack(c_kv: Tensor, k_pe: Tensor) -> Tensor:
-    """Rows uint8[..., row_bytes] of c_kv [..., R] and k_pe [..., P].
-
-    The scale of a tile is the smallest power of two that brings its largest value to 448 or less. A tile with NaN or
-    inf gets the scale NaN and codes 0: everything that is read from it is NaN.
-    """
+    """Rows uint8[..., row_bytes] of c_kv [..., R] and k_pe [..., P], each tile as `quantise` rounds it."""
     row_bytes(c_kv.shape[-1], k_pe.shape[-1])
-    values = _in_tiles(c_kv.float())
-    peak = values.abs().amax(-1, keepdim=True)
-    good = peak.isfinite()
-    scale = _scale(peak.clamp_min(SMALLEST_PEAK))
-    codes = (values / scale).masked_fill(~good, 0).to(torch.float8_e4m3fn)
-    scale = scale.masked_fill(~good, float("nan"))
-    parts = codes.flatten(-2)[..., : c_kv.shape[-1]], scale.squeeze(-1), k_pe.to(torch.bfloat16)
+    codes, scales = quantise(_in_tiles(c_kv))
+    parts = codes.flatten(-2)[..., : c_kv.shape[-1]], scales, k_pe.to(torch.bfloat16)
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
 
 
 def unpack(rows: Tensor, rank: int, rope: int, dtype: torch.dtype) -> Tensor:
     """Values [..., R+P] in ``dtype`` of rows uint8[..., row_bytes]."""
     codes, scale, k_pe = rows.split([rank, 4 * tile_count(rank), 2 * rope], -1)
-    values = _in_tiles(codes.view(torch.float8_e4m3fn).float()) * _as(scale, torch.float32).unsqueeze(-1)
+    values = _in_tiles(decode(codes, torch.float32)) * _as(scale, torch.float32).unsqueeze(-1)
     return torch.cat([values.flatten(-2)[..., :rank].to(dtype), _as(k_pe, torch.bfloat16).to(dtype)], -1)
 
 
@@ -65,15 +54,6 @@ def _in_tiles(values: Tensor) -> Tensor:
     """[..., R] -> [..., tiles, TILE], zeros behind the last."""
     tiles = tile_count(values.shape[-1])
     return F.pad(values, (0, tiles * TILE - values.shape[-1])).unflatten(-1, (tiles, TILE))
-
-
-def _scale(peak: Tensor) -> Tensor:
-    """peak / 448, rounded up to a power of two, of normal float32.
-
-    448 is 1.75 * 2**8: the exponent grows by one where the mantissa lies above 1.75. No device rounds this otherwise.
-    """
-    exponent = (peak.view(torch.int32) + 0x1FFFFF) & 0x7F800000
-    return (exponent - (8 << 23)).view(torch.float32)
 
 
 def _as(part: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,19 +3,23 @@
 The implementations live in the op folders beside this file; a backward pass is an op of its own, so that a graph of
 any length keeps one node for it.
 
-A pool of latents holds values [B, S, R+P], or as uint8 rows in fp8 (`dsa_compile.lowering.fp8_rows`). With a
-``block_table`` it is [pages, page size, width] (`dsa_compile.dims`).
+A pool of latents holds values [B, S, R+P], or as uint8 rows in fp8 (`dsa_compile.lowering.fp8_rows`). A pool of index
+keys holds values [B, S, DI], or uint8 codes with ``index_scales`` float32[B, S] (`dsa_compile.lowering.fp8_keys`). With
+a ``block_table`` pools are [pages, page size, ...] (`dsa_compile.dims`).
 """
 
 import torch
 from torch import Tensor
 
+from dsa_compile.lowering.fp8_keys import check_scales
+
 SCHEMAS = {
     # Append rows at `slots` int64[B, T] (negative: padding, not written) to the pools latent[B, S, R+P] and
-    # index_keys[B, S, DI]. Both pools are always named, so that they are graph inputs before a pass needs them.
+    # index_keys[B, S, DI], in fp8 with index_scales[B, S]. All pools of a layer are always named, so that they are
+    # graph inputs before a pass needs them.
     "cache_write": (
         "(Tensor(a!) latent, Tensor(b!) index_keys, Tensor slots, Tensor? c_kv, Tensor? k_pe, Tensor? index_key, "
-        "Tensor? block_table=None) -> ()"
+        "Tensor? block_table=None, Tensor(c!)? index_scales=None) -> ()"
     ),
     # The values [B, S, R+P] of a pool of fp8 rows, for those who do not read such rows themselves.
     "cache_read": "(Tensor latent, int rank, int rope, ScalarType dtype) -> Tensor",
@@ -32,10 +36,11 @@ SCHEMAS = {
         "(Tensor grad, Tensor q, Tensor c_kv, Tensor k_pe, Tensor kv_b_weight, Tensor? visible, Tensor? mask, "
         "Tensor? topk_indices, int nope, float scale) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
-    # Index queries q[B, T, HI, DI], signed head weights[B, T, HI], index_keys[B, S, DI] -> topk_indices int32[B, T, K].
+    # Index queries q[B, T, HI, DI], signed head weights[B, T, HI], index_keys[B, S, DI], in fp8 with
+    # index_scales[B, S] -> topk_indices int32[B, T, K].
     "select": (
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor? visible, Tensor? mask, int index_topk, float scale, "
-        "int budget) -> Tensor"
+        "int budget, Tensor? block_table=None, Tensor? index_scales=None) -> Tensor"
     ),
     # Exact selection by the head-mean attention of the layer itself -> topk_indices int32[B, T, K].
     "select_attention": (
@@ -67,8 +72,9 @@ def _cache_write(
     k_pe: Tensor | None,
     index_key: Tensor | None,
     block_table: Tensor | None = None,
+    index_scales: Tensor | None = None,
 ) -> None:
-    return None
+    check_scales("cache_write", index_keys, index_scales)
 
 
 @torch.library.register_fake("dsa::cache_read")
@@ -118,7 +124,12 @@ def _select(
     index_topk: int,
     scale: float,
     budget: int,
+    block_table: Tensor | None = None,
+    index_scales: Tensor | None = None,
 ) -> Tensor:
+    from dsa_compile.lowering.select.limits import check  # its package needs the schemas above
+
+    check(q, weights, index_keys, visible, mask, index_topk, budget, block_table, index_scales)
     return q.new_empty(q.shape[0], q.shape[1], index_topk, dtype=torch.int32)
 
 

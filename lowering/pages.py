@@ -27,3 +27,12 @@ def locate(slots: Tensor, pool: Tensor, block_table: Tensor | None) -> tuple[Ten
     page = block_table.gather(1, (slots // size).flatten(1)).view(slots.shape).long()
     present = (page >= 0) & (page < pool.shape[0])
     return page.masked_fill(~present, 0), slots % size, present
+
+
+def prefix(pool: Tensor, block_table: Tensor | None, n: int) -> tuple[Tensor, Tensor | None]:
+    """The first n rows [B, n, ...] of each sequence, and bool[B, n] which of them there are, None: all."""
+    if block_table is None:
+        return pool[:, :n], None
+    slots = torch.arange(n, device=pool.device).expand(block_table.shape[0], n)
+    page, row, present = locate(slots, pool, block_table)
+    return pool[page, row], present

@@ -68,3 +68,24 @@ def best(scores: list[float], allowed: list[int], index_topk: int) -> list[int]:
 def index_score(q: Tensor, weights: Tensor, key: Tensor, scale: float) -> float:
     """One query [HI, DI] with head weights [HI] against one key [DI]."""
     return sum(float(w) * max(0.0, scale * float(head @ key)) for head, w in zip(q, weights))
+
+
+def fp8(vector: Tensor) -> tuple[list[float], float]:
+    """The e4m3 values of a vector and the power of two that they are multiplied by."""
+    peak = max(1e-4, *(abs(x) for x in vector.tolist()))
+    fraction, exponent = math.frexp(peak / 448)
+    scale = 2.0 ** (exponent - (fraction == 0.5))
+    return [e4m3(x / scale) for x in vector.tolist()], scale
+
+
+def e4m3(x: float) -> float:
+    """The nearest of the values with 3 bits behind the leading one and exponents from -6 on, ties to even."""
+    step = 2.0 ** (max(math.frexp(x)[1] - 1, -6) - 3)
+    return round(x / step) * step
+
+
+def index_score_fp8(q: Tensor, weights: Tensor, key: list[float], key_scale: float, scale: float) -> float:
+    """`index_score` of a query that is rounded to fp8, against a key that is in it."""
+    heads = [fp8(head) for head in q]
+    dots = [scale * sum(a * b for a, b in zip(codes, key)) for codes, _ in heads]
+    return key_scale * sum(float(w) * s * max(0.0, dot) for w, (_, s), dot in zip(weights, heads, dots))

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from dsa_compile.lowering.cache_write.reference import cache_write
-from dsa_compile.lowering.fp8_rows import SMALLEST_PEAK, TILE, row_bytes, tile_count
+from dsa_compile.lowering.fp8_keys import SMALLEST_PEAK, check_scales
+from dsa_compile.lowering.fp8_rows import TILE, row_bytes, tile_count
 from dsa_compile.lowering.tiles import power_of_two
 
 
@@ -16,12 +17,16 @@ def cache_write_cuda(
     k_pe: Tensor | None,
     index_key: Tensor | None,
     block_table: Tensor | None = None,
+    index_scales: Tensor | None = None,
 ) -> None:
     """`reference.cache_write` by Triton; by itself where a pool is in float64, which Triton code here leaves alone."""
     if torch.float64 in (latent.dtype, index_keys.dtype):
-        return cache_write(latent, index_keys, slots, c_kv, k_pe, index_key, block_table)
+        return cache_write(latent, index_keys, slots, c_kv, k_pe, index_key, block_table, index_scales)
+    check_scales("cache_write", index_keys, index_scales)
     if c_kv is not None and k_pe is not None:
         write(latent, slots, block_table, c_kv, k_pe)
+    if index_scales is not None:
+        return cache_write(latent, index_keys, slots, None, None, index_key, block_table, index_scales)
     if index_key is not None:
         write(index_keys, slots, block_table, index_key, None)
     return None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsa_compile.lowering.fp8_rows import unpack
-from dsa_compile.lowering.pages import locate, slot_count
+from dsa_compile.lowering.pages import locate, prefix, slot_count
 from dsa_compile.lowering.rows import (
     ROW_BUDGET,
     attend,
@@ -72,7 +72,7 @@ def _chunk(
     if topk_indices is None:
         n = used_slots(num_slots, visible, mask, rows)
         slots, live = None, kept(visible, mask, rows, n, q)
-        gathered, present = _prefix(latent, block_table, n)
+        gathered, present = prefix(latent, block_table, n)
         present = None if present is None else present.unsqueeze(1)
     else:
         slots, live = _picked(_filled(topk_indices[:, rows]), num_slots, visible, mask, rows)
@@ -91,15 +91,6 @@ def _chunk(
         slots,
         hit.any(-1, keepdim=True),
     )
-
-
-def _prefix(latent: Tensor, block_table: Tensor | None, n: int) -> tuple[Tensor, Tensor | None]:
-    """The first n rows [B, n, width] of each sequence, and bool[B, n] which of them there are, None: all."""
-    if block_table is None:
-        return latent[:, :n], None
-    slots = torch.arange(n, device=latent.device).expand(block_table.shape[0], n)
-    page, place, present = locate(slots, latent, block_table)
-    return latent[page, place], present
 
 
 def _picked(

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from strategies import seeds
 
 from dsa_compile import lowering  # noqa: F401 (registers the ops)
+from dsa_compile.lowering.fp8_keys import quantise
 
 R, P, DI, S = 5, 2, 3, 12
 
@@ -73,9 +74,30 @@ def test_a_layer_without_an_indexer_has_an_empty_pool(device):
     assert torch.equal(latent[0, 3], torch.cat([c_kv, k_pe], -1)[0, 0])
 
 
+@given(seed=seeds, which=st.sampled_from(["latent", "index", "both"]))
+def test_index_keys_in_fp8_go_to_two_pools(device, seed, which):
+    latent, _, slots, c_kv, k_pe, _ = case(device, [[3, -1, 7, 0], [-1, -5, 2, 11]], seed=seed)
+    key = torch.randn(2, 4, 16, device=device)
+    key[0, 2, 5] = float("nan")
+    key[slots < 0] = float("inf")
+    pools = torch.randint(0, 255, (2, S, 16), device=device).byte(), torch.rand(2, S, device=device)
+    want, rows = [pool.clone() for pool in (*pools, latent)], (*quantise(key), torch.cat([c_kv, k_pe], -1))
+    for pool, values in zip(want, rows):
+        if which == "both" or (which == "latent") == (pool is want[2]):
+            for b, t in (slots >= 0).nonzero().tolist():
+                pool[b, slots[b, t]] = values[b, t]
+    given_latent = (None, None) if which == "index" else (c_kv, k_pe)
+    key = None if which == "latent" else key
+    torch.ops.dsa.cache_write(latent, pools[0], slots, *given_latent, key, None, pools[1])
+    torch.testing.assert_close([*pools, latent], want, atol=0, rtol=0, equal_nan=True)
+
+
 def test_opcheck(device):
     latent, index_keys, slots, c_kv, k_pe, index_key = case(device, [[0, 4, -1], [-1, 2, 1]])
     op = torch.ops.dsa.cache_write.default
+    codes, scales = torch.zeros(2, S, 16, dtype=torch.uint8, device=device), torch.zeros(2, S, device=device)
+    for key in (torch.randn(2, 3, 16, device=device), None):
+        torch.library.opcheck(op, (latent, codes, slots, c_kv, k_pe, key, None, scales))
     torch.library.opcheck(op, (latent, index_keys, slots, c_kv, k_pe, index_key))
     torch.library.opcheck(op, (latent, index_keys, slots, c_kv, k_pe, None))
     torch.library.opcheck(op, (latent, index_keys, slots, None, None, index_key))

@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import SELECTION_KINDS, mla_rows, seeds, selection_row
+from strategies import SELECTION_KINDS, causal, mla_rows, seeds, selection_row
 
 from dsa_compile.dims import LayerDims
 from dsa_compile.errors import InputError
+from dsa_compile.lowering.fp8_keys import quantise
 from dsa_compile.lowering.fp8_rows import pack, unpack
 
 DIMS = LayerDims(n_heads=3, kv_lora_rank=12, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=6)
@@ -30,13 +31,13 @@ def inputs(device, slots=140, fp8=False, dtype=torch.float32, seed=0):
 
 def paged(pool, page_size, seed=0):
     """The pool in shuffled pages, its block table, NaN in the rest of last pages and in pages that nobody has."""
-    B, S, width = pool.shape
+    B, S, *width = pool.shape
     columns = -(-S // page_size)
     generator = torch.Generator().manual_seed(seed)
     table = torch.randperm(B * columns + SPARE, generator=generator)[: B * columns].int().view(B, columns)
-    pages = unknown(pool.new_empty(B * columns + SPARE, page_size, width))
+    pages = unknown(pool.new_empty(B * columns + SPARE, page_size, *width))
     table = table.to(pool.device)
-    padded = unknown(pool.new_empty(B, columns * page_size, width))
+    padded = unknown(pool.new_empty(B, columns * page_size, *width))
     padded[:, :S] = pool
     pages[table.long()] = padded.unflatten(1, (columns, page_size))
     return pages, table
@@ -106,6 +107,46 @@ def test_a_sequence_without_pages_sees_nothing(device):
         assert lse[0].isneginf().all()
 
 
+def index_inputs(device, fp8, slots=140):
+    """q and weights of an indexer, the pools [B, S, ...] of its keys, in fp8 of codes and scales, and visible."""
+    q, weights = torch.randn(2, 4, 3, 16, device=device), torch.randn(2, 4, 3, device=device)
+    keys = torch.randn(2, slots, 16, device=device)
+    return q, weights, quantise(keys) if fp8 else (keys, None), causal(2, 4, slots).to(device)
+
+
+def pools_in_pages(pools, page_size):
+    """Both pools of index keys by the same block table."""
+    (keys, table), scales = paged(pools[0], page_size), pools[1]
+    return keys, None if scales is None else paged(scales, page_size)[0], table
+
+
+@page_sizes
+@formats
+def test_the_indexer_chooses_the_same_slots_in_any_pages(device, page_size, fp8):
+    q, weights, pools, visible = index_inputs(device, fp8)
+    keys, scales, table = pools_in_pages(pools, page_size)
+    for topk in (9, 140, 500):
+        want = torch.ops.dsa.select(q, weights, pools[0], visible, None, topk, 0.25, 1 << 20, None, pools[1])
+        found = torch.ops.dsa.select(q, weights, keys, visible, None, topk, 0.25, 1 << 20, table, scales)
+        assert torch.equal(found, want)
+
+
+@page_sizes
+@formats
+def test_the_indexer_chooses_no_slot_of_an_absent_page(device, page_size, fp8):
+    q, weights, pools, visible = index_inputs(device, fp8)
+    keys, scales, table = pools_in_pages(pools, page_size)
+    for absent in (-1, len(keys), -(2**31)):
+        table[1, table.shape[1] // 2] = absent
+        present = torch.ones(2, 140, dtype=torch.bool, device=device)
+        present[1] = torch.arange(140, device=device) // page_size != table.shape[1] // 2
+        mask = present[:, None, None]
+        for topk in (9, 500):
+            want = torch.ops.dsa.select(q, weights, pools[0], visible, mask, topk, 0.25, 1 << 20, None, pools[1])
+            found = torch.ops.dsa.select(q, weights, keys, visible, None, topk, 0.25, 1 << 20, table, scales)
+            assert torch.equal(found, want)
+
+
 @given(
     seed=seeds,
     page_size=st.sampled_from([1, 2, 5, 16]),
@@ -119,19 +160,21 @@ def test_writes_go_through_the_block_table(device, seed, page_size, fp8, lost, s
     generator = torch.Generator().manual_seed(seed)
     B, DI, width = len(slots), 3, 20
     c_kv, k_pe, index_key = (torch.randn(B, 4, n, generator=generator).to(device) for n in (R, P, DI))
-    rows = pack(c_kv, k_pe) if fp8 else torch.cat([c_kv, k_pe], -1)
-    latent, table = paged(rows.new_zeros(B, width, rows.shape[-1]), page_size, seed)
-    index_keys, _ = paged(index_key.new_zeros(B, width, DI), page_size, seed)
+    rows = [pack(c_kv, k_pe), *quantise(index_key)] if fp8 else [torch.cat([c_kv, k_pe], -1), index_key]
+    pools = [paged(x.new_zeros(B, width, *x.shape[2:]), page_size, seed)[0] for x in rows]
+    table = paged(index_key.new_zeros(B, width), page_size, seed)[1]
     if lost:
         table[0] = -1
-    want = latent.clone(), index_keys.clone()
+    want = [pool.clone() for pool in pools]
     for b, row in enumerate(slots):
         for t, slot in enumerate(row):
             page = int(table[b, slot // page_size]) if slot >= 0 else -1
-            if page >= 0:
-                want[0][page, slot % page_size], want[1][page, slot % page_size] = rows[b, t], index_key[b, t]
-    torch.ops.dsa.cache_write(latent, index_keys, torch.tensor(slots, device=device), c_kv, k_pe, index_key, table)
-    torch.testing.assert_close((latent, index_keys), want, atol=0, rtol=0, equal_nan=True)
+            for pool, values in zip(want, rows) if page >= 0 else ():
+                pool[page, slot % page_size] = values[b, t]
+    latent, index_keys, *scales = pools
+    places = torch.tensor(slots, device=device)
+    torch.ops.dsa.cache_write(latent, index_keys, places, c_kv, k_pe, index_key, table, *scales)
+    torch.testing.assert_close(pools, want, atol=0, rtol=0, equal_nan=True)
 
 
 @formats
@@ -157,8 +200,12 @@ def test_opcheck(device, fp8):
     pool = torch.zeros_like(pages)
     slots = torch.tensor([[0, 9, -1], [-1, 2, 1]], device=device)
     rows = torch.randn(2, 3, R, device=device), torch.randn(2, 3, P, device=device)
-    args = pool, pool.new_zeros(len(pages), 8, 2).float(), slots, *rows, torch.randn(2, 3, 2, device=device), table
+    q, weights, pools, visible = index_inputs(device, fp8, 20)
+    keys, scales, table = pools_in_pages(pools, 8)
+    args = pool, keys, slots, *rows, torch.randn(2, 3, 16, device=device), table, scales
     torch.library.opcheck(torch.ops.dsa.cache_write.default, args)
+    args = q, weights, keys, visible, None, 4, 0.25, 1 << 20, table, scales
+    torch.library.opcheck(torch.ops.dsa.select.default, args)
 
 
 @pytest.mark.parametrize(("fp8", "in_pages", "kind"), [(True, False, "quantised"), (False, True, "paged")])

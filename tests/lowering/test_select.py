@@ -139,7 +139,7 @@ def test_memory_stays_under_the_budget_and_chunks_change_nothing(device):
         assert torch.equal(chunked, want)
         assert largest.nbytes <= budget
     with LargestTensor() as largest:
-        reference(q, weights, keys, visible, None, 32, DIMS.head_dim**-0.5, 1)
+        reference(q, weights, keys, visible, None, 32, DIMS.head_dim**-0.5, 4 * 512)
     assert largest.nbytes <= one_row
 
 
