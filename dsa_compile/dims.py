@@ -20,7 +20,8 @@ Conventions that every op, pass and cache holds:
   query has an empty range; a valid query of slot s has ``end == s + 1``, so the range also names the slot it writes.
 * ``mask`` ``bool[B or 1, 1, T, S]`` (True: may be seen) exists for graphs of models that were not prepared.
 * ``topk_indices`` ``int32[B, T, K]`` holds slots of the row's own sequence, ascending, then -1. A row attends to the
-  slots that are in it *and* visible. Ties go to the lower slot; NaN scores lose to every number.
+  slots that are in it *and* visible. Ties go to the lower slot, NaN scores lose to every number, and -inf is not
+  chosen. A row that sees at most K slots takes them all, whatever their scores.
 * ``block_table`` ``int32[B, pages]``, where one is given, spreads a sequence over pages: pools are
   ``[pages of all sequences, page size, ...]`` and slot s lies in row ``s % page size`` of page
   ``block_table[b, s // page size]``. An entry outside the pool is an absent page: nobody attends to its slots, and

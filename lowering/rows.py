@@ -78,11 +78,13 @@ def topk_slots(scores: Tensor, keep: Tensor, index_topk: int) -> Tensor:
         index_topk: K.
 
     Returns:
-        int32[B, t, K], ascending, -1 behind the last. Ties go to the lower slot; NaN loses to every number, -inf too.
+        int32[B, t, K], ascending, -1 behind the last. Ties go to the lower slot, NaN loses to every number, and a score
+        of -inf is not chosen. A row that keeps at most K slots takes them all, whatever their scores.
     """
     num_slots = scores.shape[-1]
     keep = keep.expand(scores.shape)
     if num_slots > index_topk:
+        keep = keep & (~scores.isneginf() | (keep.sum(-1, keepdim=True) <= index_topk))
         lowest = torch.finfo(scores.dtype).min
         order = torch.where(keep & ~scores.isnan(), scores.clamp_min(lowest), float("-inf"))
         bar = order.topk(index_topk, sorted=False).values.amin(-1, keepdim=True)

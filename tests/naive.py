@@ -59,7 +59,12 @@ def dense(q: Tensor, c_kv: Tensor, k_pe: Tensor, kv_b_weight: Tensor, nope: int,
 
 
 def best(scores: list[float], allowed: list[int], index_topk: int) -> list[int]:
-    """The best ``index_topk`` of the allowed slots in ascending order, then -1; ties to the lower, NaN last."""
+    """The best ``index_topk`` of the allowed slots in ascending order, then -1; ties to the lower, NaN last, no -inf.
+
+    All of them where they are no more than that.
+    """
+    if len(allowed) > index_topk:
+        allowed = [s for s in allowed if scores[s] != -math.inf]
     ranked = sorted(allowed, key=lambda s: (math.isnan(scores[s]), 0 if math.isnan(scores[s]) else -scores[s], s))
     picked = sorted(ranked[:index_topk])
     return picked + [-1] * (index_topk - len(picked))

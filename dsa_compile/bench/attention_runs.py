@@ -15,6 +15,7 @@ from torch import Tensor
 import dsa_compile.lowering
 from dsa_compile.bench.attention_cases import SCALE, Case, Inputs
 from dsa_compile.bench.timing import Launch
+from dsa_compile.lowering.device import Device
 from dsa_compile.lowering.sparse_mla import configs, launch
 
 UNSERVED = "reference, no kernel"
@@ -57,7 +58,7 @@ def eager_configuration(inputs: Inputs) -> str:
     call = launch.call_of(q, q_pe, pool, None, picks, None)
     if not q.is_cuda or configs.refusal(call) is not None:
         return UNSERVED
-    device = configs.Device.of(q.device)
+    device = Device.of(q.device)
     config = configs.configs(call, device)[0]
     return described(config.heads, config.keys, config.warps, config.stages, configs.splits(call, config, device))
 

@@ -54,7 +54,7 @@ def select(
         visible, mask: see `dsa_compile.dims`.
         budget: bytes that the scores of one chunk of rows may take.
         block_table: int32[B, pages], with index_keys [pages of all sequences, page size, DI]; slots of an absent page
-            are not selected.
+            score -inf.
         index_scales: float32 of the first two dimensions of index_keys, which then are codes uint8; see `index_scores`.
 
     Returns:
@@ -72,7 +72,7 @@ def select(
         keys, present = prefix(index_keys, block_table, n)
         scales = None if index_scales is None else prefix(index_scales, block_table, n)[0]
         scores = index_scores(q[:, rows], weights[:, rows], keys, scale, scales)
-        keep = kept(visible, mask, rows, n, q)
-        keep = keep if present is None else keep & present.unsqueeze(1)
-        out[:, rows] = topk_slots(scores, keep, index_topk)
+        if present is not None:
+            scores = scores.masked_fill(~present.unsqueeze(1), float("-inf"))
+        out[:, rows] = topk_slots(scores, kept(visible, mask, rows, n, q), index_topk)
     return out

@@ -1,10 +1,10 @@
 """Which kernel configurations serve a call of ``dsa::sparse_mla``, what none can serve, and how a row is split."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from dsa_compile.lowering.device import Device
 from dsa_compile.lowering.tiles import power_of_two
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,20 +29,6 @@ class Call:
     rows: int
     fp8: bool
     masked: bool
-
-
-@dataclass(frozen=True)
-class Device:
-    """What the table is pruned by. ``shared``: bytes of shared memory that a program may have."""
-
-    major: int
-    processors: int
-    shared: int
-
-    @classmethod
-    def of(cls, device: torch.device) -> "Device":
-        properties: Any = torch.cuda.get_device_properties(device)
-        return cls(properties.major, properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from dsa_compile import compat
+from dsa_compile.lowering.device import Device
 from dsa_compile.lowering.sparse_mla import configs
-from dsa_compile.lowering.sparse_mla.configs import Call, Device
+from dsa_compile.lowering.sparse_mla.configs import Call
 from dsa_compile.lowering.sparse_mla.launch import warn_of_refusal
 
 NAME = "dsa_sparse_mla"

@@ -5,9 +5,10 @@ import warnings
 import torch
 from torch import Tensor
 
+from dsa_compile.lowering.device import Device
 from dsa_compile.lowering.pages import slot_count
 from dsa_compile.lowering.sparse_mla import configs
-from dsa_compile.lowering.sparse_mla.configs import Call, Config, Device
+from dsa_compile.lowering.sparse_mla.configs import Call, Config
 from dsa_compile.lowering.sparse_mla.limits import check
 from dsa_compile.lowering.sparse_mla.reference import sparse_mla
 

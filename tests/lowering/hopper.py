@@ -107,8 +107,6 @@ class Compiled:
 
 def compiled(source, folder):
     """A rendered template, compiled by Triton for sm_90."""
-    import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     meta = re.search(r"triton_meta=(\{.*\}),\ninductor_meta", source, re.DOTALL)[1]
@@ -121,11 +119,32 @@ def compiled(source, folder):
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     kernel = next(v for k, v in vars(module).items() if k.startswith("triton_dsa"))
-    made = triton.compile(
-        ASTSource(kernel, dict(meta["signature"]), dict(meta["constants"]), meta["configs"][0]),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": warps, "num_stages": stages},
-    )
+    source = ASTSource(kernel, dict(meta["signature"]), dict(meta["constants"]), meta["configs"][0])
+    return _compiled(source, folder, num_warps=warps, num_stages=stages)
+
+
+def compiled_kernel(kernel, pointers, constants, folder, **options):
+    """A kernel, compiled by Triton for sm_90.
+
+    ``pointers``: their types by name. What is neither that nor constant is an int32, or a float32 if named ``scale``;
+    pointers and what is called a stride are multiples of 16.
+    """
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    other = {name: "fp32" if name == "scale" else "i32" for name in names}
+    signature = other | pointers | dict.fromkeys(constants, "constexpr")
+    aligned = [(i,) for i, name in enumerate(names) if name in pointers or "stride" in name]
+    attributes = {place: [["tt.divisibility", 16]] for place in aligned}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    return _compiled(ASTSource(kernel, signature, values, attributes), folder, **options)
+
+
+def _compiled(source, folder, **options):
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin", dir=folder) as file:
         file.write(made.asm["cubin"])

@@ -6,9 +6,9 @@ import pytest
 import torch
 from strategies import SELECTION_KINDS, causal, mask_of, selection_row
 
+from dsa_compile.lowering.device import Device
 from dsa_compile.lowering.fp8_rows import pack, unpack
 from dsa_compile.lowering.sparse_mla import configs, launch
-from dsa_compile.lowering.sparse_mla.configs import Device
 from dsa_compile.lowering.sparse_mla.reference import sparse_mla
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from dsa_compile import lowering
+from dsa_compile.lowering.device import Device
 from dsa_compile.lowering.fp8_rows import row_bytes
 from dsa_compile.lowering.sparse_mla import configs
-from dsa_compile.lowering.sparse_mla.configs import Call, Device
+from dsa_compile.lowering.sparse_mla.configs import Call
 
-H200 = Device(major=9, processors=132, shared=hopper.SHARED)
+H200 = Device(capability=(9, 0), processors=132, shared=hopper.SHARED)
 
 
 def sources(B=8, T=1, H=128, R=512, P=64, K=2048, S=4096, dtype=torch.bfloat16, fp8=False, page=0):
@@ -99,7 +100,8 @@ import torch
 from dsa_compile import lowering
 from dsa_compile.lowering import fp8_rows
 from dsa_compile.lowering.sparse_mla import launch
-from dsa_compile.lowering.sparse_mla.configs import Config, Device
+from dsa_compile.lowering.device import Device
+from dsa_compile.lowering.sparse_mla.configs import Config
 from dsa_compile.lowering.sparse_mla.reference import sparse_mla
 
 B, T, S = 2, 3, 50
@@ -130,7 +132,7 @@ for H, R, P, K, splits, fp8, page, dtype in [
                 part = pool[b, p * page : (p + 1) * page]
                 whole[table[b, p], : len(part)] = part
         pool = whole
-    device = Device(9, 132, 232448)
+    device = Device((9, 0), 132, 232448)
     out, lse = launch.launch(q, q_pe, pool, visible, picks, 0.3, table, Config(16, 16, 4, 1), device, splits)
     exact, exact_lse = sparse_mla(q.double(), q_pe.double(), values.double(), visible, None, picks, 0.3)
     error = (out - exact).norm() / exact.norm()

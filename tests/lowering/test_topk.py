@@ -57,10 +57,11 @@ def test_scores_that_differ_in_low_mantissa_bits(device):
     assert picks(scores, 2048) == sorted(order.argsort(descending=True)[:2048].tolist())
 
 
-def test_nan_loses_to_every_number(device):
+def test_nan_loses_to_every_number_and_minus_infinity_is_not_chosen(device):
     scores = torch.tensor([NAN, -INF, NAN, -3.0, NAN, -INF, 5.0], device=device)
-    assert picks(scores, 4) == [1, 3, 5, 6]
-    assert picks(scores, 5) == [0, 1, 3, 5, 6]
+    assert picks(scores, 3) == [0, 3, 6]
+    assert picks(scores, 6) == [0, 2, 3, 4, 6, -1]
+    assert picks(scores, 7) == [0, 1, 2, 3, 4, 5, 6]
     assert picks(torch.full((9,), NAN, device=device), 3) == [0, 1, 2]
 
 
