@@ -42,6 +42,13 @@ SCHEMAS = {
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor? visible, Tensor? mask, int index_topk, float scale, "
         "int budget, Tensor? block_table=None, Tensor? index_scales=None) -> Tensor"
     ),
+    # `select` in two halves: what runs between them may run beside it. The first returns what `select` will have
+    # written when the second has run, which names all tensors that the first reads, so that nobody reuses them before.
+    "select_start": (
+        "(Tensor q, Tensor weights, Tensor index_keys, Tensor? visible, Tensor? mask, int index_topk, float scale, "
+        "int budget, Tensor? block_table=None, Tensor? index_scales=None) -> Tensor"
+    ),
+    "select_wait": "(Tensor(a!) topk_indices, Tensor[] reads) -> ()",
     # Exact selection by the head-mean attention of the layer itself -> topk_indices int32[B, T, K].
     "select_attention": (
         "(Tensor q, Tensor c_kv, Tensor k_pe, Tensor kv_b_weight, Tensor? visible, Tensor? mask, int nope, "
@@ -115,6 +122,7 @@ def _mla_backward(
 
 
 @torch.library.register_fake("dsa::select")
+@torch.library.register_fake("dsa::select_start")
 def _select(
     q: Tensor,
     weights: Tensor,
@@ -131,6 +139,11 @@ def _select(
 
     check(q, weights, index_keys, visible, mask, index_topk, budget, block_table, index_scales)
     return q.new_empty(q.shape[0], q.shape[1], index_topk, dtype=torch.int32)
+
+
+@torch.library.register_fake("dsa::select_wait")
+def _select_wait(topk_indices: Tensor, reads: list[Tensor]) -> None:
+    return None
 
 
 @torch.library.register_fake("dsa::select_attention")

@@ -12,6 +12,7 @@ from dsa_compile.errors import ConfigError
 from dsa_compile.passes.absorb_mla import AbsorbMLA
 from dsa_compile.passes.base import Context, GraphPass
 from dsa_compile.passes.insert_indexer import InsertIndexer
+from dsa_compile.passes.overlap_indexer import OverlapIndexer
 from dsa_compile.passes.plan_selection import PlanSelection
 from dsa_compile.passes.raise_indexer import RaiseIndexer
 from dsa_compile.passes.raise_mla import RaiseMLA
@@ -25,6 +26,7 @@ PIPELINE: tuple[GraphPass, ...] = (
     PlanSelection(),
     Sparsify(),
     AbsorbMLA(),
+    OverlapIndexer(),
 )
 
 

@@ -199,3 +199,23 @@ def test_a_plan_that_does_not_fit_leaves_the_model_alone(case, fields, words, de
     with pytest.raises(ConfigError, match=words):
         dsa_compile.optimize(model, **fields)
     assert (type(model), {type(m) for m in model.modules()}) == before
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_decoding_scores_beside_attention_what_a_later_layer_reads(lowering, device, graphs):
+    ids, greedy = token_ids(2, 3 * TOPK, device), {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
+    serial = optimized("deepseek_v32", device, plan="mli", disable_passes=["overlap_indexer"])
+    want = serial.generate(ids, **greedy)
+    graphs.clear()
+    assert torch.equal(optimized("deepseek_v32", device, lowering, plan="mli").generate(ids, **greedy), want)
+    prefill, decode = graphs
+    for gm, started in ((prefill, 0), (decode, 1)):
+        assert sum(is_op(n, "select_start") for n in gm.graph.nodes) == started
+        assert sum(is_op(n, "select_wait") for n in gm.graph.nodes) == started
+
+
+def test_plans_without_a_late_layer_start_nothing_early(device, graphs):
+    for plan in (None, "own", "share:FSF"):
+        model = optimized("deepseek_v32", device, plan=plan)
+        model.generate(token_ids(2, 3 * TOPK, device), max_new_tokens=3, do_sample=False, eos_token_id=-1)
+    assert not any(is_op(n, "select_start") for gm in graphs for n in gm.graph.nodes)
