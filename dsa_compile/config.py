@@ -51,16 +51,20 @@ class CacheConfig(_Options):
 
     Args:
         capacity: slots per sequence; None sizes a cache for the call that makes it.
-        dtype: ``"fp8"`` keeps latents in e4m3 with a scale for each 128 values and rope keys in bfloat16; index keys
-            stay as they are. None: everything in the model's dtype.
+        dtype: ``"fp8"`` keeps latents in e4m3 with a scale for each 128 values and rope keys in bfloat16. None: in the
+            model's dtype.
+        index_dtype: ``"fp8"`` keeps index keys in e4m3 with a scale a key; over them index queries are rounded alike.
+            None: in the model's dtype.
     """
 
     capacity: int | None = None
     dtype: str | None = None
+    index_dtype: str | None = None
 
     def __post_init__(self) -> None:
         _check_count("CacheConfig.capacity", self.capacity)
         _check_choice("CacheConfig.dtype", self.dtype, CACHE_DTYPES)
+        _check_choice("CacheConfig.index_dtype", self.index_dtype, CACHE_DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True)

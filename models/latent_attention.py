@@ -79,13 +79,22 @@ class NativeIndexer(nn.Module):
             rope_dim=self.qk_rope_head_dim,
             layout=self.selection.index_rope,
         )
-        keys = (
-            compact_rows(key, visible)
+        keys, scales = (
+            (compact_rows(key, visible), None)
             if past_key_values is None
             else past_key_values.update_indexer(key, self.layer_idx)
         )
         return torch.ops.dsa.select.default(
-            q, weights, keys, visible, None, self.selection.index_topk, self.softmax_scale, self.selection.budget
+            q,
+            weights,
+            keys,
+            visible,
+            None,
+            self.selection.index_topk,
+            self.softmax_scale,
+            self.selection.budget,
+            None,
+            scales,
         )
 
 
