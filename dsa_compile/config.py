@@ -55,16 +55,21 @@ class CacheConfig(_Options):
             model's dtype.
         index_dtype: ``"fp8"`` keeps index keys in e4m3 with a scale a key; over them index queries are rounded alike.
             None: in the model's dtype.
+        rotate_index: multiplies index queries and keys by the orthonormal Hadamard matrix, as DeepSeek-V3.2's own code
+            does: the same scores, of which fp8 loses less where queries and keys are large in the same dimensions.
+            Needs an ``index_head_dim`` that is a power of two.
     """
 
     capacity: int | None = None
     dtype: str | None = None
     index_dtype: str | None = None
+    rotate_index: bool = False
 
     def __post_init__(self) -> None:
         _check_count("CacheConfig.capacity", self.capacity)
         _check_choice("CacheConfig.dtype", self.dtype, CACHE_DTYPES)
         _check_choice("CacheConfig.index_dtype", self.index_dtype, CACHE_DTYPES)
+        _check_choice("CacheConfig.rotate_index", self.rotate_index, (False, True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,7 @@ class NativeIndexer(nn.Module):
     """
 
     selection: Selection
+    rotation: Tensor | None
     n_heads: int
     head_dim: int
     qk_rope_head_dim: int
@@ -99,14 +100,15 @@ class NativeIndexer(nn.Module):
 
 
 def indexer_parameters(indexer: Any) -> list[Tensor]:
-    """Parameters in the order that `project` and ``dsa::mla`` take them."""
-    return [
+    """Parameters, and the rotation if there is one, in the order that `project` and ``dsa::mla`` take them."""
+    parameters = [
         indexer.wq_b.weight,
         indexer.wk.weight,
         indexer.k_norm.weight,
         indexer.k_norm.bias,
         indexer.weights_proj.weight,
     ]
+    return parameters if indexer.rotation is None else [*parameters, indexer.rotation]
 
 
 def mla_attention(

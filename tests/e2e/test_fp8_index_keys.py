@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from cases import TOPK, left_padded, optimized, token_ids
+from cases import ATOL, TOPK, left_padded, optimized, token_ids
 
+from dsa_compile.errors import CacheError
 from dsa_compile.lowering.fp8_keys import decode, quantise
-from dsa_compile.lowering.select.projections import project
+from dsa_compile.lowering.select.projections import hadamard, project
 from dsa_compile.passes.base import arguments, is_op
 
 SETTINGS = {
@@ -94,9 +95,25 @@ def test_layers_whose_keys_nobody_reads_hold_none(device):
         assert [layer.index_scales is None for layer in cache.layers] == [False, True, False]
 
 
+@pytest.mark.parametrize("setting", ["glm_moe_dsa", "attached"])
+def test_rotated_keys_change_no_exact_score(setting, device):
+    """The attached indexer's are rotated by a pass, a model's own by its forward."""
+    turned, plain = build(setting, device, rotate_index=True), build(setting, device)
+    (tokens, logits, cache), (want, exact, reference) = (generated(model, device) for model in (turned, plain))
+    assert torch.equal(tokens, want)
+    torch.testing.assert_close(logits, exact, atol=ATOL, rtol=0)
+    one, two = cache.layers[0].index_keys, reference.layers[0].index_keys
+    torch.testing.assert_close(one, two @ hadamard(16, two.dtype, device))
+    assert not torch.allclose(one, two, atol=1e-2)
+    for model, other in ((turned, reference), (plain, cache)):
+        with torch.no_grad(), pytest.raises(CacheError, match="under another plan, indexer or rotate_index"):
+            model(token_ids(2, 1, device), past_key_values=other)
+    assert turned.state_dict().keys() == plain.state_dict().keys()
+
+
 def test_inductor_gives_the_tokens_of_the_rewritten_graph(device):
     found, want = (
-        generated(build("deepseek_v32", device, lowering, **FP8, dtype="fp8"), device)[0]
+        generated(build("deepseek_v32", device, lowering, **FP8, dtype="fp8", rotate_index=True), device)[0]
         for lowering in ("inductor", "eager")
     )
     assert torch.equal(found, want)
