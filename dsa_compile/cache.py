@@ -81,14 +81,20 @@ class DSACacheLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()
         self.dims, self.lengths, self.dtype, self.device = dims, lengths, dtype, device
-        fp8_keys = fp8_keys and dims.indexer is not None
+        index_width = dims.indexer.head_dim if dims.indexer else 0
+        if fp8_keys and index_width % WIDTH_STEP:
+            raise CacheError(
+                f"fp8 index keys: expected an index_head_dim that is a multiple of {WIDTH_STEP}, came {index_width}. "
+                "Leave CacheConfig(index_dtype=...) out: this model's cache can hold its own dtype."
+            )
+        fp8_keys = fp8_keys and index_width > 0
 
         def pool(*width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(lengths.valid.shape[0], capacity, *width, dtype=dtype, device=device)
 
         width = row_bytes(dims.kv_lora_rank, dims.qk_rope_head_dim) if fp8 else dims.latent_width
         self.latent = pool(width, dtype=torch.uint8 if fp8 else dtype)
-        self.index_keys = pool(_index_width(dims, fp8_keys), dtype=torch.uint8 if fp8_keys else dtype)
+        self.index_keys = pool(index_width, dtype=torch.uint8 if fp8_keys else dtype)
         self.index_scales = pool(dtype=torch.float32) if fp8_keys else None
         self.is_initialized = True
 
@@ -175,16 +181,6 @@ class DSACacheLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         indices = indices.to(self.latent.device)
         self._replace(lambda pool: pool[indices])
-
-
-def _index_width(dims: LayerDims, fp8: bool) -> int:
-    width = dims.indexer.head_dim if dims.indexer else 0
-    if fp8 and width % WIDTH_STEP:
-        raise CacheError(
-            f"fp8 index keys: expected an index_head_dim that is a multiple of {WIDTH_STEP}, came {width}. Leave "
-            "CacheConfig(index_dtype=...) out: this model's cache can hold its own dtype."
-        )
-    return width
 
 
 class DSACache(Cache):

@@ -77,7 +77,8 @@ class DSAConfig(_Options):
     """Options of `optimize`, `prepare` and the backend.
 
     Args:
-        index_topk: tokens that a query attends to. None: the model's own, else 2048 (DeepSeek-V3.2).
+        index_topk: tokens that a query attends to; an indexer selects at most 8192. None: the model's own, else 2048
+            (DeepSeek-V3.2).
         selector: what picks them. ``"indexer"``: a lightning indexer. ``"attention"``: exact top-k of the head-mean
             attention (slow; what an indexer can reach at best). ``"dense"``: nothing, attention stays dense over the
             latent cache. None: the model's own indexer, or the one that ``indexer`` or the checkpoint holds.
