@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -16,11 +16,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dsa_compile.dims import IndexerDims, LayerDims
 from dsa_compile.errors import CacheCapacityError, CacheError
+from dsa_compile.lowering.fp8_keys import WIDTH_STEP
 from dsa_compile.lowering.fp8_rows import row_bytes
 
-_FORMAT = "dsa_compile.cache.v2"
-_READABLE = (_FORMAT, "dsa_compile.cache.v1")
-"""v1 is v2 without the key ``latents``: no pool was in fp8."""
+_FORMAT = "dsa_compile.cache.v3"
+_READABLE = (_FORMAT, "dsa_compile.cache.v2", "dsa_compile.cache.v1")
+"""v2 is v3 without the key ``index_keys``: no index key was in fp8; v1 lacks ``latents`` too: no pool was."""
 
 
 class Lengths:
@@ -55,9 +56,11 @@ class Lengths:
 
 
 class DSACacheLayer(CacheLayerMixin):
-    """The two pools of one layer: ``latent`` [B, S, R+P] and ``index_keys`` [B, S, DI] (DI = 0 without an indexer).
+    """The pools of one layer: ``latent`` [B, S, R+P] and ``index_keys`` [B, S, DI] (DI = 0 without an indexer).
 
-    With ``fp8`` latents are rows uint8[B, S, bytes] of `dsa_compile.lowering.fp8_rows`; ``dtype`` is the model's still.
+    With ``fp8`` latents are rows uint8[B, S, bytes] of `dsa_compile.lowering.fp8_rows`. With ``fp8_keys`` index keys
+    are uint8 codes of `dsa_compile.lowering.fp8_keys`, and ``index_scales`` float32[B, S], else None, lies beside them.
+    ``dtype`` is the model's still.
     """
 
     is_compileable = False  # generate must hand the 2-D mask to the guard as it is, and leave compiling to it
@@ -66,17 +69,43 @@ class DSACacheLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(
-        self, dims: LayerDims, lengths: Lengths, capacity: int, dtype: torch.dtype, device: torch.device, fp8: bool
+        self,
+        dims: LayerDims,
+        lengths: Lengths,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        fp8: bool,
+        fp8_keys: bool,
     ) -> None:
         super().__init__()
         self.dims, self.lengths, self.dtype, self.device = dims, lengths, dtype, device
-        batch_size = lengths.valid.shape[0]
         index_width = dims.indexer.head_dim if dims.indexer else 0
+        if fp8_keys and index_width % WIDTH_STEP:
+            raise CacheError(
+                f"fp8 index keys: expected an index_head_dim that is a multiple of {WIDTH_STEP}, came {index_width}. "
+                "Leave CacheConfig(index_dtype=...) out: this model's cache can hold its own dtype."
+            )
+        fp8_keys = fp8_keys and index_width > 0
+
+        def pool(*width: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(lengths.valid.shape[0], capacity, *width, dtype=dtype, device=device)
+
         width = row_bytes(dims.kv_lora_rank, dims.qk_rope_head_dim) if fp8 else dims.latent_width
-        latent_dtype = torch.uint8 if fp8 else dtype
-        self.latent = torch.zeros(batch_size, capacity, width, dtype=latent_dtype, device=device)
-        self.index_keys = torch.zeros(batch_size, capacity, index_width, dtype=dtype, device=device)
+        self.latent = pool(width, dtype=torch.uint8 if fp8 else dtype)
+        self.index_keys = pool(index_width, dtype=torch.uint8 if fp8_keys else dtype)
+        self.index_scales = pool(dtype=torch.float32) if fp8_keys else None
         self.is_initialized = True
+
+    def pools(self) -> dict[str, Tensor]:
+        """The pools that there are, by the name of their attribute; slots are their second dimension."""
+        found = {name: getattr(self, name) for name in ("latent", "index_keys", "index_scales")}
+        return {name: pool for name, pool in found.items() if pool is not None}
+
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        for name, pool in self.pools().items():
+            setattr(self, name, change(pool))
 
     @property
     def batch_size(self) -> int:
@@ -87,15 +116,18 @@ class DSACacheLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append latents ``[B, 1, T, R]`` and rope keys ``[B, 1, T, P]``; returns the latent pool, twice."""
-        torch.ops.dsa.cache_write.default(
-            self.latent, self.index_keys, self._slots(), key_states[:, 0], value_states[:, 0], None
-        )
+        self._write(key_states[:, 0], value_states[:, 0], None)
         return self.latent, self.latent
 
-    def update_indexer(self, index_key: Tensor) -> Tensor:
-        """Append index keys ``[B, T, DI]``; returns their pool."""
-        torch.ops.dsa.cache_write.default(self.latent, self.index_keys, self._slots(), None, None, index_key)
-        return self.index_keys
+    def update_indexer(self, index_key: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Append index keys ``[B, T, DI]``; returns their pool and, if they are in fp8, that of their scales."""
+        self._write(None, None, index_key)
+        return self.index_keys, self.index_scales
+
+    def _write(self, c_kv: Tensor | None, k_pe: Tensor | None, index_key: Tensor | None) -> None:
+        torch.ops.dsa.cache_write.default(
+            self.latent, self.index_keys, self._slots(), c_kv, k_pe, index_key, None, self.index_scales
+        )
 
     def _slots(self) -> Tensor:
         if self.lengths.slots is None:
@@ -118,7 +150,7 @@ class DSACacheLayer(CacheLayerMixin):
 
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in this layer."""
-        return sum(pool.shape[2] * pool.element_size() for pool in (self.latent, self.index_keys))
+        return sum(pool.shape[2:].numel() * pool.element_size() for pool in self.pools().values())
 
     def offload(self) -> None:
         self._move(torch.device("cpu"))
@@ -128,16 +160,15 @@ class DSACacheLayer(CacheLayerMixin):
 
     def _move(self, device: torch.device) -> None:
         ahead = device.type != "cpu"  # a copy to the CPU that does not block may be read before it has arrived
-        self.latent = self.latent.to(device, non_blocking=ahead)
-        self.index_keys = self.index_keys.to(device, non_blocking=ahead)
+        self._replace(lambda pool: pool.to(device, non_blocking=ahead))
 
     def reset(self) -> None:
-        self.latent.zero_()
-        self.index_keys.zero_()
+        for pool in self.pools().values():
+            pool.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """In place, so that the pools keep their addresses."""
-        for pool in (self.latent, self.index_keys):
+        for pool in self.pools().values():
             used = pool[:, : self.lengths.bound]
             used.copy_(used.index_select(0, beam_idx.to(pool.device)))
 
@@ -145,27 +176,26 @@ class DSACacheLayer(CacheLayerMixin):
         """Nothing: rows behind a sequence's length are never visible."""
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.latent = self.latent.repeat_interleave(repeats, 0)
-        self.index_keys = self.index_keys.repeat_interleave(repeats, 0)
+        self._replace(lambda pool: pool.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         indices = indices.to(self.latent.device)
-        self.latent, self.index_keys = self.latent[indices], self.index_keys[indices]
+        self._replace(lambda pool: pool[indices])
 
 
 class DSACache(Cache):
     """Latent cache of an optimized model; `generate` makes one by itself.
 
-    A token takes (R + P + DI) values a layer that owns an indexer, R + P elsewhere; in fp8 about half of the R + P.
-    Padding takes none. Two pools a layer always change together; everything a transformers ``Cache`` does (crop, beam
-    search, reset, batch selection) works on both.
+    A token takes (R + P + DI) values a layer that owns an indexer, R + P elsewhere, in fp8 little more than a byte a
+    value. Padding takes none. The pools of a layer always change together; everything a transformers ``Cache`` does
+    (crop, beam search, reset, batch selection) works on all of them.
 
     Args:
         dims: sizes of each layer.
         batch_size: sequences.
         capacity: slots per sequence; more tokens are a `CacheCapacityError`.
         dtype, device: of the model, and of the pools.
-        fp8: keep latents in fp8 instead of ``dtype``.
+        fp8: keep latents in fp8 instead of ``dtype``. fp8_keys: the same for index keys.
         fingerprint: the model that owns it; None until a model first writes to it.
 
     Raises:
@@ -183,17 +213,22 @@ class DSACache(Cache):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         fp8: bool = False,
+        fp8_keys: bool = False,
         fingerprint: str | None = None,
     ) -> None:
         if batch_size < 1 or capacity < 1:
             raise CacheError(f"DSACache: expected batch_size and capacity from 1 on, came {batch_size}, {capacity}.")
         device = torch.empty(0, device=device).device  # names the index, as tensors do
-        if fp8:
+        if fp8 or fp8_keys:
             check_fp8_device(device)
         self.lengths = Lengths(batch_size, device)
         self.fingerprint = fingerprint
         self.dims = tuple(dims)
-        super().__init__(layers=[DSACacheLayer(d, self.lengths, capacity, dtype, device, fp8) for d in self.dims])
+        super().__init__(
+            layers=[
+                DSACacheLayer(d, self.lengths, capacity, dtype, device, fp8=fp8, fp8_keys=fp8_keys) for d in self.dims
+            ]
+        )
 
     @property
     def capacity(self) -> int:
@@ -202,13 +237,18 @@ class DSACache(Cache):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model, which in fp8 is not that of the latent pools."""
+        """Of the model, which is not that of a pool in fp8."""
         return self.layers[0].dtype
 
     @property
     def fp8(self) -> bool:
         """Whether latents are kept in fp8."""
         return self.layers[0].latent.dtype == torch.uint8
+
+    @property
+    def fp8_keys(self) -> bool:
+        """Whether index keys are kept in fp8."""
+        return any(layer.index_scales is not None for layer in self.layers)
 
     @property
     def device(self) -> torch.device:
@@ -220,7 +260,7 @@ class DSACache(Cache):
 
     def nbytes(self) -> int:
         """Bytes of all pools."""
-        return sum(layer.latent.nbytes + layer.index_keys.nbytes for layer in self.layers)
+        return sum(pool.nbytes for layer in self.layers for pool in layer.pools().values())
 
     def plan(self, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Where a call's tokens go and what they see.
@@ -282,14 +322,14 @@ class DSACache(Cache):
         used = int(self.lengths.valid.max()) if self.lengths.padded else 0
         tensors = {"valid": self.lengths.valid, "seen": self.lengths.seen}
         for i, layer in enumerate(self.layers):
-            tensors[f"layers.{i}.latent"] = layer.latent[:, :used].contiguous()
-            tensors[f"layers.{i}.index_keys"] = layer.index_keys[:, :used].contiguous()
+            tensors |= {f"layers.{i}.{name}": pool[:, :used].contiguous() for name, pool in layer.pools().items()}
         metadata = {
             "format": _FORMAT,
             "dims": json.dumps([asdict(d) for d in self.dims]),
             "capacity": str(self.capacity),
             "dtype": str(self.dtype).removeprefix("torch."),
             "latents": "fp8" if self.fp8 else "",
+            "index_keys": "fp8" if self.fp8_keys else "",
             "fingerprint": self.fingerprint or "",
         }
         path = Path(path)
@@ -334,11 +374,12 @@ class DSACache(Cache):
             dtype=getattr(torch, meta["dtype"]),
             device=device,
             fp8=meta.get("latents") == "fp8",
+            fp8_keys=meta.get("index_keys") == "fp8",
             fingerprint=meta["fingerprint"] or None,
         )
         for i, layer in enumerate(cache.layers):
-            layer.latent[:, :used] = tensors[f"layers.{i}.latent"]
-            layer.index_keys[:, :used] = tensors[f"layers.{i}.index_keys"]
+            for name, pool in layer.pools().items():
+                pool[:, :used] = tensors[f"layers.{i}.{name}"]
         cache.lengths.valid.copy_(tensors["valid"])
         cache.lengths.seen = tensors["seen"].to(device)
         cache.lengths.bound = used
@@ -358,7 +399,7 @@ def check_fp8_device(device: torch.device) -> None:
         came = ".".join(map(str, capability))
         raise CacheError(
             f"fp8 cache: expected a GPU of compute capability 8.9 or more, came {came} ({device}). Leave "
-            "CacheConfig(dtype=...) out to keep latents in the model's dtype."
+            "CacheConfig(dtype=..., index_dtype=...) out to keep everything in the model's dtype."
         )
 
 

@@ -51,16 +51,25 @@ class CacheConfig(_Options):
 
     Args:
         capacity: slots per sequence; None sizes a cache for the call that makes it.
-        dtype: ``"fp8"`` keeps latents in e4m3 with a scale for each 128 values and rope keys in bfloat16; index keys
-            stay as they are. None: everything in the model's dtype.
+        dtype: ``"fp8"`` keeps latents in e4m3 with a scale for each 128 values and rope keys in bfloat16. None: in the
+            model's dtype.
+        index_dtype: ``"fp8"`` keeps index keys in e4m3 with a scale a key; over them index queries are rounded alike.
+            None: in the model's dtype.
+        rotate_index: multiplies index queries and keys by the orthonormal Hadamard matrix, as DeepSeek-V3.2's own code
+            does: the same scores, of which fp8 loses less where queries and keys are large in the same dimensions.
+            Needs an ``index_head_dim`` that is a power of two.
     """
 
     capacity: int | None = None
     dtype: str | None = None
+    index_dtype: str | None = None
+    rotate_index: bool = False
 
     def __post_init__(self) -> None:
         _check_count("CacheConfig.capacity", self.capacity)
         _check_choice("CacheConfig.dtype", self.dtype, CACHE_DTYPES)
+        _check_choice("CacheConfig.index_dtype", self.index_dtype, CACHE_DTYPES)
+        _check_choice("CacheConfig.rotate_index", self.rotate_index, (False, True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +77,8 @@ class DSAConfig(_Options):
     """Options of `optimize`, `prepare` and the backend.
 
     Args:
-        index_topk: tokens that a query attends to. None: the model's own, else 2048 (DeepSeek-V3.2).
+        index_topk: tokens that a query attends to; an indexer selects at most 8192. None: the model's own, else 2048
+            (DeepSeek-V3.2).
         selector: what picks them. ``"indexer"``: a lightning indexer. ``"attention"``: exact top-k of the head-mean
             attention (slow; what an indexer can reach at best). ``"dense"``: nothing, attention stays dense over the
             latent cache. None: the model's own indexer, or the one that ``indexer`` or the checkpoint holds.

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 from dsa_compile.dims import LayerDims
 
-FP8_INDEX_KEY_OVERHEAD = 4
-"""Bytes of the float32 scale behind an index key in fp8 (DeepSeek-V3.2)."""
-
 
 @dataclass(frozen=True)
 class Cost:

@@ -35,6 +35,9 @@ Conventions that every op, pass and cache holds:
 
 from dataclasses import dataclass
 
+LARGEST_TOPK = 8192
+"""K of ``dsa::select`` at most."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerDims:

@@ -209,6 +209,7 @@ def _layers(
                     exact=clone.dsa.selector == "attention" and owner,
                     itemsize=itemsize,
                     row_bytes=row,
+                    index_key_bytes=held.bytes_per_token() - row,
                 ),
             )
         )

@@ -156,8 +156,8 @@ class Guard:
             )
         if cache.dims != model.dsa.dims or cache.fingerprint not in (None, model.dsa.fingerprint):
             raise CacheError(
-                "past_key_values: this cache belongs to another model, or to this one under another plan or indexer; "
-                "its rows mean nothing here. Make one with model.make_cache()."
+                "past_key_values: this cache belongs to another model, or to this one under another plan, indexer or "
+                "rotate_index; its rows mean nothing here. Make one with model.make_cache()."
             )
         if cache.batch_size != tokens.shape[0]:
             raise CacheError(f"past_key_values holds {cache.batch_size} sequences, the call has {tokens.shape[0]}.")

@@ -1,7 +1,7 @@
 """Vectors in fp8: e4m3 codes and one float32 scale, as index keys and queries take it, and each tile of `fp8_rows`.
 
 A pool of index keys in fp8 is two pools: codes uint8[B, S, DI] and scales float32[B, S]. Scales are written as powers
-of two, so a value is exactly code * scale in every dtype; who reads takes any float32.
+of two, so a value is exactly code * scale in float32 and in bfloat16 alike; who reads takes any float32.
 """
 
 import torch

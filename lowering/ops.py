@@ -24,9 +24,9 @@ SCHEMAS = {
     # The values [B, S, R+P] of a pool of fp8 rows, for those who do not read such rows themselves.
     "cache_read": "(Tensor latent, int rank, int rope, ScalarType dtype) -> Tensor",
     # The canonical attention: q[B, H, T, N+P], c_kv[B, S, R], k_pe[B, S, P], kv_b_weight[H*(N+V), R] -> [B, T, H, V].
-    # The next three say what `insert_indexer` makes of it: parameters of an attached indexer (else none), K
-    # (0: dense) and the indexer's RoPE layout. The last is for `plan_selection`: the layer whose selection replaces
-    # topk_indices (-1: none does, -2: topk_indices are dropped).
+    # The next three say what `insert_indexer` makes of it: parameters of an attached indexer as
+    # `select.projections.project` takes them (else none), K (0: dense) and the indexer's RoPE layout. The last is for
+    # `plan_selection`: the layer whose selection replaces topk_indices (-1: none does, -2: topk_indices are dropped).
     "mla": (
         "(Tensor q, Tensor c_kv, Tensor k_pe, Tensor kv_b_weight, Tensor? visible, Tensor? mask, "
         "Tensor? topk_indices, int nope, float scale, Tensor[] indexer_params, int index_topk, str index_rope, "

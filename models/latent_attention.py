@@ -51,6 +51,7 @@ class NativeIndexer(nn.Module):
     """
 
     selection: Selection
+    rotation: Tensor | None
     n_heads: int
     head_dim: int
     qk_rope_head_dim: int
@@ -79,25 +80,35 @@ class NativeIndexer(nn.Module):
             rope_dim=self.qk_rope_head_dim,
             layout=self.selection.index_rope,
         )
-        keys = (
-            compact_rows(key, visible)
+        keys, scales = (
+            (compact_rows(key, visible), None)
             if past_key_values is None
             else past_key_values.update_indexer(key, self.layer_idx)
         )
         return torch.ops.dsa.select.default(
-            q, weights, keys, visible, None, self.selection.index_topk, self.softmax_scale, self.selection.budget
+            q,
+            weights,
+            keys,
+            visible,
+            None,
+            self.selection.index_topk,
+            self.softmax_scale,
+            self.selection.budget,
+            None,
+            scales,
         )
 
 
 def indexer_parameters(indexer: Any) -> list[Tensor]:
-    """Parameters in the order that `project` and ``dsa::mla`` take them."""
-    return [
+    """Parameters, and the rotation if there is one, in the order that `project` and ``dsa::mla`` take them."""
+    parameters = [
         indexer.wq_b.weight,
         indexer.wk.weight,
         indexer.k_norm.weight,
         indexer.k_norm.bias,
         indexer.weights_proj.weight,
     ]
+    return parameters if indexer.rotation is None else [*parameters, indexer.rotation]
 
 
 def mla_attention(

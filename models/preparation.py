@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from dsa_compile.config import DEFAULT_INDEX_TOPK, DSAConfig
-from dsa_compile.dims import IndexerDims
+from dsa_compile.dims import LARGEST_TOPK, IndexerDims
 from dsa_compile.errors import CheckpointError, ConfigError, IndexerWeightsError, UnsupportedModelError
+from dsa_compile.lowering.select.projections import hadamard
 from dsa_compile.models.family import Family, attention_modules, family_of, layer_dims
 from dsa_compile.models.indexer import (
     LightningIndexer,
@@ -41,17 +42,25 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
     attentions = attention_modules(model)
     selector, indexers = _choose_selector(model, family, attentions, config)
     index_topk = config.index_topk or getattr(model.config, "index_topk", None) or DEFAULT_INDEX_TOPK
+    if selector == "indexer" and index_topk > LARGEST_TOPK:
+        raise ConfigError(
+            f"index_topk: expected at most {LARGEST_TOPK} with an indexer, came {index_topk}. Choose fewer tokens, or "
+            "selector='dense' for all of them."
+        )
     plan, own = _plans(selector, indexers, config, model.config)
     owned = [indexer if i in plan.owners else None for i, indexer in enumerate(indexers)]
     dims = tuple(
         layer_dims(a, _indexer_dims(a, indexer) if selector == "indexer" else None)
         for a, indexer in zip(attentions, owned)
     )
+    rotate = config.cache.rotate_index and selector == "indexer"
+    marks = (*(plan.text() if plan != own else ()), *(("rotated",) if rotate else ()))
+    rotations = [_rotation(indexer) if rotate and indexer is not None else None for indexer in indexers]
     experts = model.config._experts_implementation
     if experts == "eager":
         model.set_experts_implementation("grouped_mm")
     model.set_attn_implementation(ATTENTION_NAME)
-    for layer, (attention, indexer) in enumerate(zip(attentions, indexers)):
+    for layer, (attention, indexer, rotation) in enumerate(zip(attentions, indexers, rotations)):
         selection = Selection(
             selector=selector,
             index_topk=index_topk,
@@ -61,6 +70,8 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
             source=layer if plan.sources[layer] == own.sources[layer] else plan.sources[layer],
         )
         attention.selection = selection  # type: ignore[assignment]
+        if indexer is not None:
+            indexer.register_buffer("rotation", rotation, persistent=False)
         if isinstance(indexer, LightningIndexer):
             attention.indexer = indexer
         elif indexer is not None:
@@ -75,7 +86,7 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
         index_topk=index_topk,
         plan=plan,
         dims=dims,
-        fingerprint=_fingerprint(model, attentions, () if plan == own else plan.text()),
+        fingerprint=_fingerprint(model, attentions, marks),
     )
 
 
@@ -95,9 +106,9 @@ def _plans(selector: str, indexers: list[nn.Module | None], config: DSAConfig, m
     return plan, own
 
 
-def _fingerprint(model: Any, attentions: list[Any], plan: tuple[str, ...]) -> str:
-    """Names the weights and the plan whose latents a cache holds: the same in every process."""
-    digest = hashlib.sha256(" ".join((type(model).__name__, *plan)).encode())
+def _fingerprint(model: Any, attentions: list[Any], marks: tuple[str, ...]) -> str:
+    """Names the weights and options (``marks``) whose rows a cache holds: the same in every process."""
+    digest = hashlib.sha256(" ".join((type(model).__name__, *marks)).encode())
     for attention in attentions:
         row = attention.kv_a_proj_with_mqa.weight[0].detach()
         if not row.is_meta:
@@ -112,6 +123,11 @@ def _check_placement(model: Any) -> None:
             f"{type(model).__name__}: expected all parameters on one device, came {sorted(map(str, devices))}. "
             "Move the model to one device before preparing it."
         )
+
+
+def _rotation(indexer: Any) -> torch.Tensor:
+    weight = indexer.wk.weight
+    return hadamard(indexer.head_dim, weight.dtype, weight.device)
 
 
 def _indexer_dims(attention: Any, indexer: Any) -> IndexerDims | None:

@@ -39,7 +39,7 @@ class PreparedModel:
     _compiled_call_impl: Callable[..., Any] | None
 
     def make_cache(self, batch_size: int = 1, capacity: int | None = None) -> DSACache:
-        """An empty cache for this model, on its device and in its dtype, or in that of ``CacheConfig.dtype``.
+        """An empty cache for this model, on its device and in its dtype where ``CacheConfig`` names no other.
 
         ``capacity``: slots per sequence; None takes ``CacheConfig.capacity``, else the model's context length.
         """
@@ -51,6 +51,7 @@ class PreparedModel:
             dtype=self.dtype,  # type: ignore[attr-defined]
             device=self.device,  # type: ignore[attr-defined]
             fp8=self.dsa.config.cache.dtype == "fp8",
+            fp8_keys=self.dsa.config.cache.index_dtype == "fp8",
             fingerprint=self.dsa.fingerprint,
         )
 

@@ -2,14 +2,14 @@
 
 Before::
 
-    dsa.cache_write(latent, index_keys, slots, c_kv, k_pe, None)
+    dsa.cache_write(latent, index_keys, slots, c_kv, k_pe, None, None, index_scales)
     out = dsa.mla(q, c_kv, k_pe, kv_b_weight, visible, None, None, nope, scale, indexer_params, K, rope, -1)
 
 After::
 
     iq, ik, iw = project(x, q_latent, cos, sin, *indexer_params)
-    dsa.cache_write(latent, index_keys, slots, c_kv, k_pe, ik)
-    topk = dsa.select(iq, iw, index_keys, visible, None, K, DI ** -0.5, budget)
+    dsa.cache_write(latent, index_keys, slots, c_kv, k_pe, ik, None, index_scales)
+    topk = dsa.select(iq, iw, index_keys, visible, None, K, DI ** -0.5, budget, None, index_scales)
     out = dsa.mla(q, c_kv, k_pe, kv_b_weight, visible, None, topk, nope, scale, [], 0, rope, -1)
 
 With no parameters but a K, or ``selector="attention"`` among the options, the selection is ``dsa.select_attention`` of
@@ -129,10 +129,10 @@ def _emit_indexer(graph: Graph, match: _Match, budget: int) -> Node:
         layout=args["index_rope"],
     )
     if match.write is None:
-        keys = emit(graph, match.mla, compact_rows, key, args["visible"])
+        keys, scales = emit(graph, match.mla, compact_rows, key, args["visible"]), None
     else:
         set_arguments(match.write, index_key=key)
-        keys = arguments(match.write)["index_keys"]
+        keys, scales = (arguments(match.write)[name] for name in ("index_keys", "index_scales"))
     topk: Node = emit(
         graph,
         match.mla,
@@ -145,6 +145,8 @@ def _emit_indexer(graph: Graph, match: _Match, budget: int) -> Node:
         match.index_topk,
         head_dim**-0.5,
         budget,
+        None,
+        scales,
     )
     return topk
 

@@ -13,16 +13,18 @@ from dsa_compile import lowering  # noqa: F401 (registers the ops)
 from dsa_compile.cache import DSACache, check_fp8_device, slots_and_visible
 from dsa_compile.dims import IndexerDims, LayerDims
 from dsa_compile.errors import CacheCapacityError, CacheError
+from dsa_compile.lowering.fp8_keys import decode, quantise
 from dsa_compile.lowering.fp8_rows import unpack
 
 PLAIN = LayerDims(n_heads=2, kv_lora_rank=3, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)
-INDEXED = LayerDims(**{**vars(PLAIN), "indexer": IndexerDims(n_heads=2, head_dim=4)})
+INDEXED = LayerDims(**{**vars(PLAIN), "indexer": IndexerDims(n_heads=2, head_dim=16)})
 DIMS = (INDEXED, PLAIN)
 CAPACITY = 24
 
 
-def make(device, batch_size=2, capacity=CAPACITY, dtype=torch.float32):
-    return DSACache(DIMS, batch_size=batch_size, capacity=capacity, dtype=dtype, device=device)
+def make(device, batch_size=2, capacity=CAPACITY, dtype=torch.float32, fp8_keys=False):
+    sizes = {"batch_size": batch_size, "capacity": capacity, "dtype": dtype}
+    return DSACache(DIMS, device=device, fp8_keys=fp8_keys, **sizes)
 
 
 def append(cache, numbers, valid):
@@ -33,21 +35,28 @@ def append(cache, numbers, valid):
     for layer, dims in enumerate(cache.dims):
         cache.update(rows.expand(-1, -1, 3)[:, None], rows.expand(-1, -1, 2)[:, None], layer)
         if dims.indexer:
-            cache.update_indexer(-rows.expand(-1, -1, 4), layer)
+            cache.update_indexer(-rows.expand(-1, -1, dims.indexer.head_dim), layer)
     cache.lengths.slots = None
     cache.commit(valid)
 
 
 def stored(cache):
-    """The numbers of each sequence, after checking that both pools of every layer hold the same."""
+    """The numbers of each sequence, after checking that all pools of every layer hold the same."""
     lengths = cache.lengths.valid.tolist()
     rows = [cache.layers[0].latent[b, :n, 0].tolist() for b, n in enumerate(lengths)]
     for layer in cache.layers:
         for b, n in enumerate(lengths):
             want = torch.tensor(rows[b], dtype=cache.dtype, device=layer.latent.device)[:, None]
             assert torch.equal(layer.latent[b, :n], want.expand(n, 5))
-            assert torch.equal(layer.index_keys[b, :n], -want.expand(n, layer.index_keys.shape[2]))
+            keys = -want.expand(n, layer.index_keys.shape[2])
+            _, found, *scales = [pool[b, :n] for pool in layer.pools().values()]
+            for one, two in zip((found, *scales), quantise(keys) if scales else (keys,), strict=True):
+                assert torch.equal(one, two)
     return rows
+
+
+def addresses(cache):
+    return [pool.data_ptr() for layer in cache.layers for pool in layer.pools().values()]
 
 
 def filled(device, **arguments):
@@ -67,10 +76,10 @@ FILLED = [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0, 13.0, 14.0]]
 class CacheMachine(RuleBasedStateMachine):
     """Columns per sequence: a number where there is a token, None for padding."""
 
-    @initialize(batch=st.integers(1, 3))
-    def start(self, batch):
+    @initialize(batch=st.integers(1, 3), fp8_keys=st.booleans())
+    def start(self, batch, fp8_keys):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.cache, self.columns, self.next = make(self.device, batch), [[] for _ in range(batch)], 1
+        self.cache, self.columns, self.next = make(self.device, batch, fp8_keys=fp8_keys), [[] for _ in range(batch)], 1
 
     def rows(self):
         return [[n for n in columns if n is not None] for columns in self.columns]
@@ -106,10 +115,10 @@ class CacheMachine(RuleBasedStateMachine):
     def reorder(self, data):
         batch = len(self.columns)
         order = data.draw(st.lists(st.integers(0, batch - 1), min_size=batch, max_size=batch))
-        addresses = [(x.latent.data_ptr(), x.index_keys.data_ptr()) for x in self.cache.layers]
+        before = addresses(self.cache)
         self.cache.reorder_cache(torch.tensor(order, device=self.device))
         self.columns = [list(self.columns[i]) for i in order]
-        assert addresses == [(x.latent.data_ptr(), x.index_keys.data_ptr()) for x in self.cache.layers]
+        assert before == addresses(self.cache)
 
     @rule(data=st.data())
     def select(self, data):
@@ -218,34 +227,43 @@ def test_bytes_of_a_deepseek_v32_token(device):
     assert cache.bytes_per_token() == [1408, 1152]
     assert cache.nbytes() == 4 * (1408 + 1152)
     assert V32.expanded_values_per_token() * 2 == 81_920
-    quantised = DSACache((V32, plain), batch_size=1, capacity=4, dtype=torch.bfloat16, device=device, fp8=True)
-    assert quantised.bytes_per_token() == [656 + 256, 656]
-    assert quantised.nbytes() == 4 * (912 + 656)
+    for formats, bytes_per_token in (
+        ({"fp8": True}, [656 + 256, 656]),
+        ({"fp8_keys": True}, [1152 + 132, 1152]),
+        ({"fp8": True, "fp8_keys": True}, [788, 656]),
+    ):
+        cache = DSACache((V32, plain), batch_size=1, capacity=4, dtype=torch.bfloat16, device=device, **formats)
+        assert cache.bytes_per_token() == bytes_per_token
+        assert cache.nbytes() == 4 * sum(bytes_per_token)
+        assert (cache.fp8, cache.fp8_keys) == ("fp8" in formats, "fp8_keys" in formats)
+        assert cache.layers[1].index_scales is None
 
 
-def test_an_offloaded_layer_is_on_the_cpu_and_comes_back(device):
-    cache = filled(device)
+@pytest.mark.parametrize("fp8_keys", [False, True])
+def test_an_offloaded_layer_is_on_the_cpu_and_comes_back(device, fp8_keys):
+    cache = filled(device, fp8_keys=fp8_keys)
     for layer in cache.layers:
         layer.offload()
-        assert layer.latent.device.type == layer.index_keys.device.type == "cpu"
+        assert {pool.device.type for pool in layer.pools().values()} == {"cpu"}
     cache.reorder_cache(torch.tensor([1, 0], device=device))
     cache.batch_select_indices(torch.tensor([0, 1], device=device))
     for layer in cache.layers:
         layer.prefetch()
-        assert layer.latent.device.type == layer.index_keys.device.type == device.type
+        assert {pool.device.type for pool in layer.pools().values()} == {device.type}
     assert stored(cache) == FILLED[::-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("capacity", [None, 5, 40])
-def test_save_and_load(device, tmp_path, dtype, capacity):
-    cache = filled(device, dtype=dtype)
+@pytest.mark.parametrize("fp8_keys", [False, True])
+def test_save_and_load(device, tmp_path, dtype, capacity, fp8_keys):
+    cache = filled(device, dtype=dtype, fp8_keys=fp8_keys)
     cache.fingerprint = "owner"
     cache.save(tmp_path / "cache")
     loaded = DSACache.load(tmp_path / "cache", capacity=capacity, device=device)
     assert stored(loaded) == FILLED
     assert (loaded.capacity, loaded.dtype, loaded.dims) == (capacity or CAPACITY, dtype, DIMS)
-    assert (loaded.fingerprint, loaded.get_seq_length()) == ("owner", 9)
+    assert (loaded.fingerprint, loaded.get_seq_length(), loaded.fp8_keys) == ("owner", 9, fp8_keys)
     assert torch.equal(loaded.lengths.seen, cache.lengths.seen)
     with pytest.raises(CacheCapacityError, match="5 are filled"):
         loaded.plan(torch.ones(2, loaded.capacity - 4, dtype=torch.bool, device=device))
@@ -309,31 +327,36 @@ def test_a_copy_lives_its_own_life(device, how):
 
 
 FP8_DIMS = LayerDims(**{**vars(INDEXED), "kv_lora_rank": 4})
-"""The smallest layer with rows in fp8: its scales are aligned."""
+"""The smallest layer with latents and index keys in fp8."""
 
 
-def filled_in_fp8(device):
+def filled_in_fp8(device, fp8_keys):
     """Sequences [0, 1, 2] and [10, 11, 12] in one layer, all of them e4m3 values."""
-    cache = DSACache((FP8_DIMS,), batch_size=2, capacity=CAPACITY, dtype=torch.bfloat16, device=device, fp8=True)
+    sizes = {"batch_size": 2, "capacity": CAPACITY, "dtype": torch.bfloat16, "device": device}
+    cache = DSACache((FP8_DIMS,), **sizes, fp8=True, fp8_keys=fp8_keys)
     valid = torch.ones(2, 3, dtype=torch.bool, device=device)
     cache.lengths.slots, _ = cache.plan(valid)
     rows = torch.tensor([[0, 1, 2], [10, 11, 12]], device=device).bfloat16()[:, None, :, None]
     cache.update(rows.expand(-1, -1, -1, 4), rows.expand(-1, -1, -1, 2), 0)
-    cache.update_indexer(rows[:, 0].expand(-1, -1, 4), 0)
+    cache.update_indexer(rows[:, 0].expand(-1, -1, 16), 0)
     cache.lengths.slots = None
     cache.commit(valid)
     return cache
 
 
 def read_in_fp8(cache):
-    values = unpack(cache.layers[0].latent, 4, 2, cache.dtype)
-    assert torch.equal(values, values[..., :1].expand_as(values))
-    assert torch.equal(values[..., :4], cache.layers[0].index_keys)
+    layer = cache.layers[0]
+    values, keys = unpack(layer.latent, 4, 2, cache.dtype), layer.index_keys
+    if cache.fp8_keys:
+        keys = (decode(keys, torch.float32) * layer.index_scales.unsqueeze(-1)).to(cache.dtype)
+    for rows in (values, keys):
+        assert torch.equal(rows, values[..., :1].expand_as(rows))
     return [values[b, :n, 0].tolist() for b, n in enumerate(cache.lengths.valid.tolist())]
 
 
-def test_everything_is_done_to_fp8_rows_too(device, tmp_path):
-    cache = filled_in_fp8(device)
+@pytest.mark.parametrize("fp8_keys", [False, True])
+def test_everything_is_done_to_pools_in_fp8_too(device, tmp_path, fp8_keys):
+    cache = filled_in_fp8(device, fp8_keys)
     assert (cache.dtype, cache.fp8, cache.layers[0].latent.dtype) == (torch.bfloat16, True, torch.uint8)
     assert read_in_fp8(cache) == [[0, 1, 2], [10, 11, 12]]
     cache.layers[0].offload()
@@ -341,8 +364,10 @@ def test_everything_is_done_to_fp8_rows_too(device, tmp_path):
     cache.reorder_cache(torch.tensor([1, 0], device=device))
     cache.save(tmp_path / "cache")
     loaded = DSACache.load(tmp_path / "cache", capacity=5, device=device)
-    assert (loaded.dtype, loaded.fp8, loaded.bytes_per_token()) == (torch.bfloat16, True, [4 + 4 + 4 + 8])
-    assert torch.equal(loaded.layers[0].latent[:, :3], cache.layers[0].latent[:, :3])
+    assert (loaded.dtype, loaded.fp8, loaded.fp8_keys) == (torch.bfloat16, True, fp8_keys)
+    assert loaded.bytes_per_token() == [4 + 4 + 4 + (16 + 4 if fp8_keys else 32)]
+    for name, pool in cache.layers[0].pools().items():
+        assert torch.equal(loaded.layers[0].pools()[name][:, :3], pool[:, :3])
     for twin in (cache, loaded, copy.deepcopy(cache)):
         assert read_in_fp8(twin) == [[10, 11, 12], [0, 1, 2]]
         twin.crop(-1)
@@ -350,21 +375,36 @@ def test_everything_is_done_to_fp8_rows_too(device, tmp_path):
         twin.batch_select_indices(torch.tensor([3, 0], device=device))
         assert [row[:2] for row in read_in_fp8(twin)] == [[0, 1], [10, 11]]
         twin.reset()
-        assert not twin.layers[0].latent.any()
+        assert not any(pool.any() for pool in twin.layers[0].pools().values())
 
 
-def test_files_of_the_format_before_fp8_are_read(device, tmp_path):
+def resaved_as(path, version, lacking):
+    """Make a file that `save` wrote one of an older format, which lacks some metadata; returns those."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    filled(device).save(tmp_path / "cache")
-    with safe_open(tmp_path / "cache", framework="pt") as file:
+    with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    assert (metadata["format"], metadata.pop("latents")) == ("dsa_compile.cache.v2", "")
-    save_file(tensors, tmp_path / "cache", metadata | {"format": "dsa_compile.cache.v1"})
+    assert metadata["format"] == "dsa_compile.cache.v3"
+    gone = {name: metadata.pop(name) for name in lacking}
+    save_file(tensors, path, metadata | {"format": f"dsa_compile.cache.{version}"})
+    return gone
+
+
+def test_files_of_the_format_before_fp8_are_read(device, tmp_path):
+    filled(device).save(tmp_path / "cache")
+    gone = resaved_as(tmp_path / "cache", "v1", ["latents", "index_keys"])
+    assert gone == {"latents": "", "index_keys": ""}
     loaded = DSACache.load(tmp_path / "cache", device=device)
-    assert (stored(loaded), loaded.fp8) == (FILLED, False)
+    assert (stored(loaded), loaded.fp8, loaded.fp8_keys) == (FILLED, False, False)
+
+
+def test_files_of_the_format_before_index_keys_in_fp8_are_read(device, tmp_path):
+    filled_in_fp8(device, fp8_keys=False).save(tmp_path / "cache")
+    assert resaved_as(tmp_path / "cache", "v2", ["index_keys"]) == {"index_keys": ""}
+    loaded = DSACache.load(tmp_path / "cache", device=device)
+    assert (read_in_fp8(loaded), loaded.fp8, loaded.fp8_keys) == ([[0, 1, 2], [10, 11, 12]], True, False)
 
 
 def test_sizes_without_fp8_rows_are_refused(device):
@@ -372,6 +412,11 @@ def test_sizes_without_fp8_rows_are_refused(device):
         CacheError, match=r"multiple of 4 and an even qk_rope_head_dim, came 3 and 2\. Leave CacheConfig"
     ):
         DSACache(DIMS, batch_size=2, capacity=4, dtype=torch.bfloat16, device=device, fp8=True)
+    odd = LayerDims(**{**vars(PLAIN), "indexer": IndexerDims(n_heads=2, head_dim=24)})
+    with pytest.raises(
+        CacheError, match=r"index_head_dim that is a multiple of 16, came 24\. Leave CacheConfig\(index_"
+    ):
+        DSACache((odd,), batch_size=2, capacity=4, dtype=torch.bfloat16, device=device, fp8_keys=True)
 
 
 def test_a_gpu_without_e4m3_is_refused(monkeypatch):
@@ -382,3 +427,8 @@ def test_a_gpu_without_e4m3_is_refused(monkeypatch):
         check_fp8_device(torch.device("cpu"))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 9))
     check_fp8_device(torch.device("cuda", 0))
+    asked = []
+    monkeypatch.setattr("dsa_compile.cache.check_fp8_device", asked.append)
+    for formats in ({}, {"fp8": True}, {"fp8_keys": True}):
+        DSACache((FP8_DIMS,), batch_size=1, capacity=4, dtype=torch.float32, **formats)
+    assert asked == [torch.device("cpu")] * 2

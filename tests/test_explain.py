@@ -46,6 +46,9 @@ def test_a_cache_in_fp8(device):
     assert found.bytes_per_token == row + 4 * 16
     assert found.chosen.flops == full.chosen.flops
     assert full.chosen.bytes - found.chosen.bytes == TOPK * (4 * (32 + 8) - row)
+    both = dsa_compile.explain(model, context=512, cache=fp8 | {"index_dtype": "fp8"})
+    assert both.bytes_per_token == row + 16 + 4
+    assert found.chosen.bytes - both.chosen.bytes == 512 * (4 * 16 - 20)
     again = dsa_compile.explain(optimized("deepseek_v32", device, layers=1, cache=fp8), context=512)
     assert again.layers == found.layers
 

@@ -25,6 +25,21 @@ def _values(ROWS, b, t, stride_b, stride_t, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _quantise(values, SMALLEST_PEAK: tl.constexpr):
+    """`fp8_keys.quantise` of the rows of a tile: codes of its shape as bytes, and a scale a row."""
+    # NaN and inf have the largest bits, so an integer maximum keeps what a float maximum may drop
+    bits = tl.max(tl.abs(values).to(tl.int32, bitcast=True), 1)
+    good = bits < 0x7F800000
+    peak = tl.maximum(bits.to(tl.float32, bitcast=True), SMALLEST_PEAK)
+    exponent = (peak.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000
+    exponent -= 8 << 23
+    scale = tl.where(good, exponent.to(tl.float32, bitcast=True), float("nan"))
+    inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
+    codes = tl.where(good[:, None], values * inverse[:, None], 0.0).to(tl.float8e4nv)
+    return codes.to(tl.uint8, bitcast=True), scale
+
+
+@triton.jit
 def copy_kernel(
     POOL,
     SLOTS,
@@ -95,19 +110,50 @@ def pack_kernel(
     columns = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
     FIRST += b.to(tl.int64) * first_stride_b + t.to(tl.int64) * first_stride_t
     values = tl.load(FIRST + columns, mask=columns < FIRST_WIDTH, other=0.0).to(tl.float32)
-    # NaN and inf have the largest bits, so an integer maximum keeps what a float maximum may drop
-    bits = tl.max(tl.abs(values).to(tl.int32, bitcast=True), 1)
-    good = bits < 0x7F800000
-    peak = tl.maximum(bits.to(tl.float32, bitcast=True), SMALLEST_PEAK)
-    exponent = (peak.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000
-    exponent -= 8 << 23
-    scale = exponent.to(tl.float32, bitcast=True)
-    inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
-    codes = tl.where(good[:, None], values * inverse[:, None], 0.0).to(tl.float8e4nv)
-    tl.store(POOL + place + columns, codes.to(tl.uint8, bitcast=True), mask=valid & (columns < FIRST_WIDTH))
+    codes, scale = _quantise(values, SMALLEST_PEAK)
+    tl.store(POOL + place + columns, codes, mask=valid & (columns < FIRST_WIDTH))
     scales = (POOL + place + FIRST_WIDTH).to(tl.pointer_type(tl.float32))
-    tl.store(scales + tiles, tl.where(good, scale, float("nan")), mask=valid & (tiles < TILES))
+    tl.store(scales + tiles, scale, mask=valid & (tiles < TILES))
     columns = tl.arange(0, SECOND_BLOCK)
     second = _values(SECOND, b, t, second_stride_b, second_stride_t, columns, SECOND_WIDTH).to(tl.bfloat16)
     ropes = (POOL + place + FIRST_WIDTH + 4 * TILES).to(tl.pointer_type(tl.bfloat16))
     tl.store(ropes + columns, second, mask=valid & (columns < SECOND_WIDTH))
+
+
+@triton.jit
+def quantise_kernel(
+    CODES,
+    SCALES,
+    SLOTS,
+    TABLE,
+    KEYS,
+    key_stride_b,
+    key_stride_t,
+    codes_page_stride,
+    codes_slot_stride,
+    scales_page_stride,
+    scales_slot_stride,
+    num_pages,
+    pages_per_sequence,
+    T,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SMALLEST_PEAK: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Codes and scale of an index key, to the bit of `fp8_keys.quantise`, to their slot in two pools."""
+    row = tl.program_id(0)
+    b = row // T
+    t = row % T
+    columns = tl.arange(0, BLOCK)
+    KEYS += b.to(tl.int64) * key_stride_b + t.to(tl.int64) * key_stride_t
+    values = tl.load(KEYS + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    codes, scale = _quantise(values[None, :], SMALLEST_PEAK)
+    place, valid = _place(
+        SLOTS, TABLE, b, row, codes_page_stride, codes_slot_stride, num_pages, pages_per_sequence, PAGE
+    )
+    tl.store(CODES + place + columns[None, :], codes, mask=valid & (columns[None, :] < WIDTH))
+    place, valid = _place(
+        SLOTS, TABLE, b, row, scales_page_stride, scales_slot_stride, num_pages, pages_per_sequence, PAGE
+    )
+    tl.store(SCALES + place + tl.arange(0, 1), scale, mask=valid)

@@ -25,9 +25,9 @@ def cache_write_cuda(
     check_scales("cache_write", index_keys, index_scales)
     if c_kv is not None and k_pe is not None:
         write(latent, slots, block_table, c_kv, k_pe)
-    if index_scales is not None:
-        return cache_write(latent, index_keys, slots, None, None, index_key, block_table, index_scales)
-    if index_key is not None:
+    if index_key is not None and index_scales is not None:
+        write_quantised(index_keys, index_scales, slots, block_table, index_key)
+    elif index_key is not None:
         write(index_keys, slots, block_table, index_key, None)
     return None
 
@@ -67,4 +67,33 @@ def write(pool: Tensor, slots: Tensor, block_table: Tensor | None, first: Tensor
             **sizes,
             **options,
             num_warps=1 if width <= 128 else 4,
+        )
+
+
+def write_quantised(codes: Tensor, scales: Tensor, slots: Tensor, block_table: Tensor | None, keys: Tensor) -> None:
+    """Index keys to their slots, as fp8."""
+    from dsa_compile.lowering.cache_write import kernel
+
+    B, T, width = keys.shape
+    if B * T == 0:
+        return
+    keys = keys if keys.stride(-1) == 1 else keys.contiguous()
+    with torch.cuda.device_of(codes):
+        kernel.quantise_kernel[(B * T,)](
+            codes,
+            scales,
+            slots.contiguous(),
+            slots if block_table is None else block_table.contiguous(),
+            keys,
+            *keys.stride()[:2],
+            *codes.stride()[:2],
+            *scales.stride()[:2],
+            codes.shape[0],
+            codes.shape[1] if block_table is None else block_table.shape[1],
+            T,
+            WIDTH=width,
+            BLOCK=power_of_two(width),
+            SMALLEST_PEAK=SMALLEST_PEAK,
+            PAGE=0 if block_table is None else codes.shape[1],
+            num_warps=1,
         )

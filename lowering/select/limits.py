@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
+from dsa_compile.dims import LARGEST_TOPK
 from dsa_compile.errors import InputError
 from dsa_compile.lowering.fp8_keys import WIDTH_STEP, check_scales
 from dsa_compile.lowering.pages import slot_count
-
-LARGEST_TOPK = 8192
 
 
 def check(

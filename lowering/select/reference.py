@@ -15,11 +15,12 @@ def index_scores(
     """I[t, s] = sum_j weights[t, j] * relu(scale * q[t, j] . index_keys[s]), differentiable.
 
     Over keys in fp8 the queries are rounded to fp8 as well, each head of a token by itself, and
-    I[t, s] = index_scales[s] * sum_j weights[t, j] * q_scales[t, j] * relu(scale * q_codes[t, j] . index_keys[s]).
+    I[t, s] = index_scales[s] * sum_j weights[t, j] * q_scales[t, j] * relu(scale * q_codes[t, j] . index_keys[s]);
+    then only weights and index_scales have a gradient.
 
     Args:
-        q: [B, T, HI, DI]. weights: [B, T, HI], signed. index_keys: [B, S, DI], in fp8 codes with
-            index_scales float32[B, S]; these have no gradient.
+        q: [B, T, HI, DI]. weights: [B, T, HI], signed. index_keys: [B, S, DI], in fp8 uint8 codes with
+            index_scales float32[B, S].
         scale: ``DI ** -0.5``; not the attention's.
 
     Returns:

@@ -37,7 +37,7 @@ def filled(model, device):
 
 
 def snapshot(cache):
-    pools = [(x.latent.clone(), x.index_keys.clone()) for x in cache.layers]
+    pools = [pool.clone() for layer in cache.layers for pool in layer.pools().values()]
     return pools, cache.lengths.valid.clone(), cache.lengths.seen.clone()
 
 
@@ -51,6 +51,14 @@ CONFIGS = [
     ({"index_topk": 0}, ConfigError, "index_topk: expected a whole number of at least 1, came 0"),
     ({"selector": "best"}, ConfigError, "selector: expected one of"),
     ({"lowering": "cuda"}, ConfigError, "lowering: expected one of 'inductor', 'eager'"),
+    ({"indexer": "random", "index_topk": 8193}, ConfigError, "index_topk: expected at most 8192 with an indexer, came"),
+    ({"cache": {"index_dtype": "int4"}}, ConfigError, r"CacheConfig\.index_dtype: expected one of None, 'fp8', came"),
+    ({"cache": {"rotate_index": "no"}}, ConfigError, r"CacheConfig\.rotate_index: expected one of False, True, came"),
+    (
+        {"indexer": "random", "index_head_dim": 24, "cache": {"rotate_index": True}},
+        ConfigError,
+        r"CacheConfig\.rotate_index: expected an index_head_dim that is a power of two, came 24\. Leave it out",
+    ),
     ({"cache": {"dtype": "int4"}}, ConfigError, r"CacheConfig\.dtype: expected one of None, 'fp8', came 'int4'"),
     ({"selector": "dense", "indexer": "random"}, ConfigError, "read by selector='indexer' alone"),
     ({"mode": "max-autotune", "lowering": "eager"}, ConfigError, "needs lowering='inductor'"),

@@ -9,8 +9,9 @@ from strategies import causal, indexer_dims, lengths, mask_of, seeds
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa_compile.dims import IndexerDims
+from dsa_compile.errors import ConfigError
 from dsa_compile.lowering.select import index_scores
-from dsa_compile.lowering.select.projections import project, rotate
+from dsa_compile.lowering.select.projections import hadamard, project, rotate
 from dsa_compile.lowering.select.reference import select as reference
 
 BUDGET = 1 << 28
@@ -181,18 +182,23 @@ def test_rotation_turns_pairs_by_their_angle(device, layout):
         rotate(x, cos, sin, "neox")
 
 
-def test_projections_keep_the_norm_of_what_rope_turns(device):
-    hidden, latent, dims, P = 10, 7, IndexerDims(n_heads=3, head_dim=8), 4
+def projections(device, P):
+    """Inputs of `project` for 3 heads of 8 values."""
+    hidden, latent = 10, 7
 
     def normal(*shape):
         return torch.randn(shape, dtype=torch.float64, device=device)
 
     x, q_latent, angles = normal(2, 5, hidden), normal(2, 5, latent), normal(1, 5, P // 2)
-    wq_b, wk, weight, bias, proj = normal(24, latent), normal(8, hidden), normal(8), normal(8), normal(3, hidden)
     cos, sin = (torch.cat([f(angles)] * 2, -1) for f in (torch.cos, torch.sin))
-    q, k, weights = project(
-        x, q_latent, cos, sin, wq_b, wk, weight, bias, proj, n_heads=3, head_dim=8, rope_dim=P, layout="half"
-    )
+    return x, q_latent, cos, sin, normal(24, latent), normal(8, hidden), normal(8), normal(8), normal(3, hidden)
+
+
+def test_projections_keep_the_norm_of_what_rope_turns(device):
+    P, dims = 4, IndexerDims(n_heads=3, head_dim=8)
+    inputs = projections(device, P)
+    q, k, weights = project(*inputs, n_heads=3, head_dim=8, rope_dim=P, layout="half")
+    x, q_latent, _, _, wq_b, wk, weight, bias, proj = inputs
     plain = x @ wk.T
     normed = (plain - plain.mean(-1, keepdim=True)) / (plain.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
     normed = normed * weight + bias
@@ -200,3 +206,26 @@ def test_projections_keep_the_norm_of_what_rope_turns(device):
     torch.testing.assert_close(k[..., :P].norm(dim=-1), normed[..., :P].norm(dim=-1))
     torch.testing.assert_close(q.norm(dim=-1), (q_latent @ wq_b.T).view(2, 5, 3, 8).norm(dim=-1))
     torch.testing.assert_close(weights, (x @ proj.T * dims.n_heads**-0.5).float())
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 128])
+def test_the_hadamard_matrix_is_the_parity_of_common_bits(device, size):
+    found = hadamard(size, torch.float64, device) * size**0.5
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+    torch.testing.assert_close(found.cpu(), torch.tensor(signs, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [12, 24, 96])
+def test_there_is_none_of_sizes_that_are_no_power_of_two(device, size):
+    with pytest.raises(ConfigError, match=rf"rotate_index: expected an index_head_dim .* power of two, came {size}\."):
+        hadamard(size, torch.float32, device)
+
+
+def test_rotated_projections_have_the_same_scores(device):
+    inputs, sizes = projections(device, 4), {"n_heads": 3, "head_dim": 8, "rope_dim": 4, "layout": "half"}
+    q, k, weights = project(*inputs, **sizes)
+    rotation = hadamard(8, torch.float64, device)
+    turned_q, turned_k, same = project(*inputs, rotation, **sizes)
+    assert torch.equal(same, weights)
+    torch.testing.assert_close((turned_q, turned_k), (q @ rotation, k @ rotation))
+    torch.testing.assert_close(index_scores(turned_q, same, turned_k, 0.3), index_scores(q, weights, k, 0.3))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsa_compile.lowering.fp8_keys import decode, quantise
 from dsa_compile.lowering.select import index_scores
+from dsa_compile.lowering.select.projections import hadamard
 
 BUDGET = 1 << 28
 DI = 16
@@ -112,6 +113,26 @@ def test_what_a_row_does_not_see_changes_nothing(device):
     seen = visible[0, 0, :, 1] <= 37
     assert 0 < seen.sum() < 6
     assert torch.equal(select(q, weights, (codes, scales), visible)[:, seen], want[:, seen])
+
+
+@pytest.mark.parametrize(
+    ("in_queries", "in_keys", "gain"),
+    [(16, 16, 5), (64, 64, 8), (4, 64, 2.5), (1, 16, 0.8)],
+    ids=["shared", "large", "mostly in keys", "in keys alone: none"],
+)
+def test_the_rotation_averages_the_errors_of_an_outlier_that_queries_and_keys_share(device, in_queries, in_keys, gain):
+    shapes = (1, 8, 64, 128), (1, 8, 64), (1, 500, 128)
+    q, weights, keys = (torch.randn(s, dtype=torch.float64).to(device) for s in shapes)
+    q[..., 5] *= in_queries
+    keys[..., 5] *= in_keys
+    exact, rotation = index_scores(q, weights, keys, SCALE), hadamard(128, torch.float64, device)
+
+    def error(q, keys):
+        codes, scales = quantise(keys)
+        return (index_scores(q, weights, codes, SCALE, scales) - exact).std() / exact.std()
+
+    assert 0.03 < error(q, keys) < 0.06
+    assert error(q @ rotation, keys @ rotation) < error(q, keys) / gain
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

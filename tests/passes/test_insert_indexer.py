@@ -10,6 +10,7 @@ from torch import nn
 
 import dsa_compile
 from dsa_compile.config import DSAConfig
+from dsa_compile.lowering.fp8_keys import quantise
 from dsa_compile.models.miniature import miniature
 from dsa_compile.passes.insert_indexer import InsertIndexer
 
@@ -89,7 +90,7 @@ def test_an_indexer_that_selects_everything_changes_nothing(device, topk, dynami
     model = Model(topk).to(device).double()
     outcome = check(model, *inputs(device), matches=1, ops={**INDEXER, "scatter": 1}, dynamic=dynamic)
     (select,), (mla,) = outcome.nodes(torch.ops.dsa.select.default), outcome.nodes(torch.ops.dsa.mla.default)
-    assert select.args[5:] == (topk, DI**-0.5, BUDGET)
+    assert select.args[5:] == (topk, DI**-0.5, BUDGET, None, None)
     assert mla.args[6] is select
     assert mla.args[9:11] == ([], 0)
     assert [(e.where, e.reason) for e in outcome.entries] == [("layers.0", f"dsa::select of {topk}")]
@@ -113,13 +114,15 @@ def test_what_the_indexer_picks_is_what_the_layer_attends_to(device):
     assert outcome.values[outcome.nodes(torch.ops.dsa.select.default)[0]].tolist() == picks
 
 
-def test_a_cached_layer_writes_its_index_keys_and_reads_their_pool(device):
+@pytest.mark.parametrize(("head_dim", "dtype"), [(12, None), (16, "fp8")])
+def test_a_cached_layer_writes_its_index_keys_and_reads_their_pools(device, head_dim, dtype):
     model = dsa_compile.prepare(
         miniature("deepseek_v3", num_hidden_layers=2).to(device),
         indexer="random",
         index_n_heads=4,
-        index_head_dim=12,
+        index_head_dim=head_dim,
         index_topk=8,
+        cache={"index_dtype": dtype},
     )
     ids = torch.randint(3, 128, (2, 6), device=device)
     graph = capture(model, ids, past_key_values=model.make_cache(2, 32))
@@ -129,12 +132,14 @@ def test_a_cached_layer_writes_its_index_keys_and_reads_their_pool(device):
     writes = outcome.nodes(torch.ops.dsa.cache_write.default)
     order = list(outcome.gm.graph.nodes)
     for write, select in zip(writes, selects, strict=True):
-        assert write.args[1] is select.args[2]
-        assert write.args[5] is not None
+        assert (write.args[1], write.args[7]) == (select.args[2], select.args[9])
         assert order.index(write) < order.index(select)
-        pool = outcome.values[write.args[1]]
-        assert torch.equal(pool[:, :6], outcome.values[write.args[5]])
-        assert not pool[:, 6:].any()
+        written = outcome.values[write.args[5]]
+        want = (written,) if dtype is None else quantise(written)
+        pools = [outcome.values[pool] for pool in (write.args[1], write.args[7]) if pool is not None]
+        for pool, rows in zip(pools, want, strict=True):
+            assert torch.equal(pool[:, :6], rows)
+            assert not pool[:, 6:].any()
 
 
 def test_the_exact_selector_needs_no_parameters(device):

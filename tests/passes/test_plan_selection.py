@@ -8,6 +8,7 @@ from strategies import mla_rows
 from torch import nn
 
 from dsa_compile.config import DSAConfig
+from dsa_compile.lowering.fp8_keys import quantise
 from dsa_compile.passes.plan_selection import PlanSelection
 
 MLA, SELECT, EXACT = "dsa.mla.default", "dsa.select.default", "dsa.select_attention.default"
@@ -15,7 +16,10 @@ TOPK = 4
 
 
 class Attention(nn.Module):
-    """One layer over a pool: by an indexer that writes its keys, exact, or dense. ``marked``: as `prepare` marks it."""
+    """One layer over a pool: by an indexer that writes its keys (in fp8), exact, or dense.
+
+    ``marked``: as `prepare` marks it.
+    """
 
     def __init__(self, kind, marked=-1):
         super().__init__()
@@ -24,9 +28,12 @@ class Attention(nn.Module):
     def forward(self, q, latent, weight, visible, index_q, index_weights, index_key, pool, slots):
         c_kv, k_pe = latent[..., :RANK], latent[..., RANK:]
         picks = None
-        if self.kind == "indexer":
-            torch.ops.dsa.cache_write.default(latent, pool, slots, None, None, index_key * 2)
-            picks = torch.ops.dsa.select.default(index_q.cos(), index_weights, pool, visible, None, TOPK, 0.5, BUDGET)
+        if self.kind in ("indexer", "fp8"):
+            keys, scales = pool if self.kind == "fp8" else (pool, None)
+            torch.ops.dsa.cache_write.default(latent, keys, slots, None, None, index_key * 2, None, scales)
+            picks = torch.ops.dsa.select.default(
+                index_q.cos(), index_weights, keys, visible, None, TOPK, 0.5, BUDGET, None, scales
+            )
         elif self.kind == "exact":
             picks = torch.ops.dsa.select_attention.default(
                 q, c_kv, k_pe, weight, visible, None, NOPE, SCALE, TOPK, BUDGET
@@ -57,10 +64,11 @@ def check(model, plan=None, layer0="serial", **expected):
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    pools = [normal(2, 11, 8) for _ in model.layers]
+    kinds = [layer.kind for layer in model.modules() if isinstance(layer, Attention)]
+    pools = [quantise(normal(2, 11, 16)) if kind == "fp8" else normal(2, 11, 16) for kind in kinds]
     latent = torch.cat([rows.c_kv, rows.k_pe], -1)
     slots = torch.arange(6, 11).expand(2, 5).contiguous()
-    inputs = rows.q, latent, rows.kv_b_weight, rows.visible, normal(2, 5, 3, 8), normal(2, 5, 3), normal(2, 5, 8)
+    inputs = rows.q, latent, rows.kv_b_weight, rows.visible, normal(2, 5, 3, 16), normal(2, 5, 3), normal(2, 5, 16)
     harness = PassHarness(PlanSelection(), DSAConfig(plan=plan, layer0=layer0))
     return harness(model, *inputs, pools, slots, **expected)
 
@@ -75,7 +83,7 @@ def sources(outcome):
     return found
 
 
-@pytest.mark.parametrize("kind", ["indexer", "exact"])
+@pytest.mark.parametrize("kind", ["indexer", "fp8", "exact"])
 @pytest.mark.parametrize(
     ("plan", "layer0", "read", "matches", "dropped"),
     [
@@ -87,13 +95,12 @@ def sources(outcome):
     ],
 )
 def test_layers_read_what_the_plan_names(kind, plan, layer0, read, matches, dropped):
-    writes = {"dsa.cache_write.default": -dropped} if kind == "indexer" else {}
-    ops = {SELECT if kind == "indexer" else EXACT: -dropped, **writes}
+    ops = {EXACT: -dropped} if kind == "exact" else {SELECT: -dropped, "dsa.cache_write.default": -dropped}
     outcome = check(Model([kind] * 4), plan, layer0, matches=matches, ops=ops, atol=None)
     assert sources(outcome) == read
     gone = [e for e in outcome.entries if e.matched and e.reason.startswith("selection dropped")]
     assert len(gone) == dropped
-    assert len(outcome.nodes("cos")) == (4 - dropped) * (kind == "indexer")
+    assert len(outcome.nodes("cos")) == (4 - dropped) * (kind != "exact")
 
 
 def test_marks_of_prepare_need_no_option():
