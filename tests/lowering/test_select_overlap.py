@@ -48,10 +48,14 @@ def test_both_halves_are_the_whole(device):
 def test_opcheck(device):
     inputs = arguments(device)
     torch.library.opcheck(torch.ops.dsa.select_start.default, inputs)
-    picks = torch.ops.dsa.select_start(*inputs)
-    torch.library.opcheck(
-        torch.ops.dsa.select_wait.default, (picks, list(inputs[:4])), test_utils=["test_schema", "test_faketensor"]
-    )
+    torch.ops.dsa.select_wait(torch.ops.dsa.select_start(*inputs), [])
+
+
+def test_opcheck_of_the_wait():
+    """On the CPU, where it may be given the copies that this check makes."""
+    picks = torch.ops.dsa.select_start(*arguments("cpu"))
+    tests = ["test_schema", "test_faketensor"]
+    torch.library.opcheck(torch.ops.dsa.select_wait.default, (picks, []), test_utils=tests)
 
 
 def test_compiled_halves_copy_nothing_before_the_wait(device):
