@@ -185,6 +185,12 @@ def attention(
     _bench("attention", case, out, lowering=lowering)
 
 
+@bench_app.command()
+def topk(case: Cases = None, out: Out = None) -> None:
+    """Check the top-k of index scores on a GPU, then time it beside torch.topk; exits with 1 if a result is wrong."""
+    _bench("topk", case, out)
+
+
 def _bench(name: str, cases: list[str] | None, out: Path | None, **options: str) -> None:
     with one_line_errors():
         _check_out(out)
