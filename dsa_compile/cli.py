@@ -186,6 +186,12 @@ def attention(
 
 
 @bench_app.command()
+def indexer(case: Cases = None, out: Out = None) -> None:
+    """Check index scores against float64 on a GPU, then time them; exits with 1 if a result is wrong."""
+    _bench("indexer", case, out)
+
+
+@bench_app.command()
 def topk(case: Cases = None, out: Out = None) -> None:
     """Check the top-k of index scores on a GPU, then time it beside torch.topk; exits with 1 if a result is wrong."""
     _bench("topk", case, out)
