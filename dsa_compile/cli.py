@@ -197,6 +197,12 @@ def topk(case: Cases = None, out: Out = None) -> None:
     _bench("topk", case, out)
 
 
+@bench_app.command()
+def select(case: Cases = None, out: Out = None) -> None:
+    """Check the selection of tokens against float64 on a GPU, then time it; exits with 1 if a result is wrong."""
+    _bench("select", case, out)
+
+
 def _bench(name: str, cases: list[str] | None, out: Path | None, **options: str) -> None:
     with one_line_errors():
         _check_out(out)

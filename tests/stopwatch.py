@@ -37,11 +37,6 @@ class Cpu:
         return None
 
 
-def written(launch, sets):
-    """What a launch writes for each set."""
-    return Cpu().record(launch, sets).rewritten()
-
-
 def bench(name, *arguments):
     """``dsa-compile bench NAME``."""
     return CliRunner().invoke(app, ["bench", name, *map(str, arguments)])

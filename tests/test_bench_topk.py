@@ -9,7 +9,7 @@ import pytest
 import torch
 from stopwatch import Cpu, bench
 
-from dsa_compile.bench import timing, topk
+from dsa_compile.bench import cases, timing, topk
 from dsa_compile.bench.cases import Target
 from dsa_compile.bench.topk import CASES, TopkCase, checked
 from dsa_compile.lowering.rows import topk_slots
@@ -31,6 +31,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(topk, "CASES", (TINY,))
     monkeypatch.setattr(topk, "kernel", exact)
     monkeypatch.setattr(topk, "MOST_SETS", 3)
+    monkeypatch.setattr(cases, "ROTATED", 5 * TINY.bytes)
 
 
 def test_what_is_right_is_timed_beside_torch(tiny, tmp_path):
