@@ -31,4 +31,6 @@ lint: setup
 bench: setup
 	$(BIN)/dsa-compile bench startup --lowering eager
 	$(BIN)/dsa-compile bench startup --lowering inductor
-	if command -v nvidia-smi > /dev/null; then $(BIN)/dsa-compile bench attention; fi
+	if command -v nvidia-smi > /dev/null; then \
+		for kernel in attention indexer topk select; do $(BIN)/dsa-compile bench $$kernel || exit 1; done; \
+	fi

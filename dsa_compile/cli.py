@@ -1,5 +1,6 @@
 """The console script ``dsa-compile``."""
 
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ PlanName = Annotated[
 ]
 Indexer = Annotated[str | None, typer.Option(help="Safetensors file or folder with indexer weights, or 'random'.")]
 DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Cases = Annotated[list[str] | None, typer.Option("--case", help="A case; give it again for another. Default: all.")]
 Out = Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
@@ -175,16 +177,37 @@ def startup(
 
 @bench_app.command()
 def attention(
-    case: Annotated[list[str] | None, typer.Option(help="A case; give it again for another. Default: all.")] = None,
+    case: Cases = None,
     lowering: Annotated[str, typer.Option(help="inductor or eager.")] = "inductor",
     out: Out = None,
 ) -> None:
     """Check sparse MLA attention against float64 on a GPU, then time it; exits with 1 if a result is wrong."""
+    _bench("attention", case, out, lowering=lowering)
+
+
+@bench_app.command()
+def indexer(case: Cases = None, out: Out = None) -> None:
+    """Check index scores against float64 on a GPU, then time them; exits with 1 if a result is wrong."""
+    _bench("indexer", case, out)
+
+
+@bench_app.command()
+def topk(case: Cases = None, out: Out = None) -> None:
+    """Check the top-k of index scores on a GPU, then time it beside torch.topk; exits with 1 if a result is wrong."""
+    _bench("topk", case, out)
+
+
+@bench_app.command()
+def select(case: Cases = None, out: Out = None) -> None:
+    """Check the selection of tokens against float64 on a GPU, then time it; exits with 1 if a result is wrong."""
+    _bench("select", case, out)
+
+
+def _bench(name: str, cases: list[str] | None, out: Path | None, **options: str) -> None:
     with one_line_errors():
         _check_out(out)
-        from dsa_compile.bench.attention import attention as run
-
-        figures = run(case or None, lowering, out)
+        run = getattr(importlib.import_module(f"dsa_compile.bench.{name}"), name)
+        figures = run(cases or None, out=out, **options)
     if figures["wrong"]:
         raise typer.Exit(1)
 

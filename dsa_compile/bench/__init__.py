@@ -1,1 +1,1 @@
-"""Benchmarks that ``dsa-compile bench`` runs, one module and one function of its name for each."""
+"""Benchmarks that ``dsa-compile bench`` runs: each is the function of the module of its name."""

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsa_compile.bench.cases import Case, Target, causal_tail
 from dsa_compile.lowering.fp8_rows import pack, row_bytes
 
 SCALE = 1.0
 """Softmax scale; random queries are scaled to give scores of about one."""
 CONTEXT = 32 << 10
 """Slots of a sequence in decoding."""
-ROTATED = 512 << 20
-"""Bytes that the launches of one recording touch at least: several times any L2."""
 PICKED_AT_ONCE = 64 << 20
 """Random numbers that drawing a selection holds at once."""
 
@@ -21,33 +20,17 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Target:
-    """At most ``bound`` us, or at least ``bound`` TFLOP/s."""
-
-    bound: float
-    unit: str
-
-    def met(self, us: float, tflops: float) -> bool:
-        return us <= self.bound if self.unit == "us" else tflops >= self.bound
-
-    def __str__(self) -> str:
-        return f"{'<=' if self.unit == 'us' else '>='} {self.bound:g} {self.unit}"
-
-
-@dataclass(frozen=True)
-class Case:
+class AttentionCase(Case):
     """Queries that are the last ``queries`` of ``batch`` sequences of ``keys`` tokens, in bf16.
 
-    ``fp8``: latent rows are bytes. ``target``: what the Triton kernels must reach, if anything.
+    ``fp8``: latent rows are bytes.
     """
 
-    name: str
     batch: int
     queries: int
     heads: int
     keys: int
     fp8: bool = False
-    target: Target | None = None
     rank: int = 512
     rope: int = 64
     topk: int = 2048
@@ -67,11 +50,6 @@ class Case:
         width = row_bytes(self.rank, self.rope) if self.fp8 else 2 * (self.rank + self.rope)
         return self.rows * (self.topk * (width + 4) + self.heads * 2 * (2 * self.rank + self.rope))
 
-    @property
-    def sets(self) -> int:
-        """Sets of inputs, each with a pool of its own, that keep a launch from finding its data in the L2."""
-        return -(-ROTATED // self.bytes)
-
     def inputs(self, device: torch.device, seed: int) -> Inputs:
         """Normal values; random distinct ascending indices among the slots that a query sees."""
         generator = torch.Generator(device).manual_seed(seed)
@@ -87,9 +65,9 @@ class Case:
                 sequence.copy_(pack(normal(S, self.rank), normal(S, self.rope)))
         else:
             pool = normal(B, S, self.rank + self.rope)
-        ends = torch.arange(S - T + 1, S + 1, dtype=torch.int32, device=device).expand(B, T)
-        visible = torch.stack([torch.zeros_like(ends), ends], -1).unsqueeze(1).contiguous()
-        picks = torch.cat([self._picks(part, generator) for part in ends.flatten().split(max(1, PICKED_AT_ONCE // S))])
+        visible = causal_tail(B, T, S, device)
+        ends = visible[..., 1].flatten()
+        picks = torch.cat([self._picks(part, generator) for part in ends.split(max(1, PICKED_AT_ONCE // S))])
         return q, q_pe, pool, visible, picks.view(B, T, self.topk)
 
     def _picks(self, ends: Tensor, generator: torch.Generator) -> Tensor:
@@ -99,33 +77,33 @@ class Case:
         return order.masked_fill(hidden, -1).topk(self.topk, sorted=False).indices.int().sort(-1).values
 
 
-def _prefill(name: str, heads: int, keys: int, tflops: float | None = None) -> Case:
-    return Case(f"prefill-{name}", 1, 4096, heads, keys, target=None if tflops is None else Target(tflops, "TFLOP/s"))
+def _prefill(name: str, heads: int, keys: int, *targets: Target) -> AttentionCase:
+    return AttentionCase(f"prefill-{name}", 1, 4096, heads, keys, targets=targets)
 
 
-def _decode(name: str, batch: int, us: float | None = None, *, heads: int = 128, queries: int = 1) -> Case:
-    target = None if us is None else Target(us, "us")
-    return Case(f"decode-{name}", batch, queries, heads, CONTEXT, fp8=name.startswith("fp8"), target=target)
+def _decode(name: str, batch: int, *targets: Target, heads: int = 128, queries: int = 1) -> AttentionCase:
+    fp8 = name.startswith("fp8")
+    return AttentionCase(f"decode-{name}", batch, queries, heads, CONTEXT, fp8, targets=targets)
 
 
 CASES = (
-    _prefill("128h-8k", 128, 8 << 10, 290),
-    _prefill("128h-128k", 128, 128 << 10, 258),
+    _prefill("128h-8k", 128, 8 << 10, Target(290, "TFLOP/s")),
+    _prefill("128h-128k", 128, 128 << 10, Target(258, "TFLOP/s")),
     _prefill("64h-8k", 64, 8 << 10),
     _prefill("64h-128k", 64, 128 << 10),
-    _decode("fp8-b1", 1, 15),
-    _decode("fp8-b8", 8, 32),
-    _decode("fp8-b64", 64, 175),
-    _decode("fp8-b128", 128, 345),
+    _decode("fp8-b1", 1, Target(15, "us")),
+    _decode("fp8-b8", 8, Target(32, "us")),
+    _decode("fp8-b64", 64, Target(175, "us")),
+    _decode("fp8-b128", 128, Target(345, "us")),
     _decode("fp8-b128-t2", 128, queries=2),
     _decode("fp8-64h-b8", 8, heads=64),
     _decode("fp8-64h-b64", 64, heads=64),
     _decode("fp8-64h-b128", 128, heads=64),
-    _decode("bf16-b1", 1, 15),
-    _decode("bf16-b8", 8, 32),
-    _decode("bf16-b64", 64, 160),
-    _decode("bf16-b128", 128, 305),
-    _decode("fp8-16h-b64", 64, 60, heads=16),
-    _decode("bf16-16h-b64", 64, 65, heads=16),
+    _decode("bf16-b1", 1, Target(15, "us")),
+    _decode("bf16-b8", 8, Target(32, "us")),
+    _decode("bf16-b64", 64, Target(160, "us")),
+    _decode("bf16-b128", 128, Target(305, "us")),
+    _decode("fp8-16h-b64", 64, Target(60, "us"), heads=16),
+    _decode("bf16-16h-b64", 64, Target(65, "us"), heads=16),
 )
 """DeepSeek-V3.2's attention: queries and keys of 576, values of 512, 2048 selected tokens."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsa_compile.bench.attention_cases import SCALE, Case, Inputs
-from dsa_compile.bench.timing import Recording
+from dsa_compile.bench.attention_cases import SCALE, AttentionCase, Inputs
+from dsa_compile.bench.cases import spread
 from dsa_compile.lowering.fp8_rows import unpack
 from dsa_compile.lowering.sparse_mla.reference import sparse_mla
 
@@ -18,7 +18,7 @@ ALLOWED = 1.1
 
 
 @dataclass(frozen=True)
-class Check:
+class Verdict:
     """Errors of out, relative to the norm of float64's.
 
     Attributes:
@@ -36,31 +36,25 @@ class Check:
         return self.whole and self.lse_right and self.error <= ALLOWED * self.eager_error
 
 
-def checked(case: Case, sets: Sequence[Inputs], recording: Recording) -> Check:
-    """Replay over outputs of NaN, then compare rows that are spread over all launches with float64.
+def checked(case: AttentionCase, sets: Sequence[Inputs], outputs: Sequence[tuple[Tensor, ...]]) -> Verdict:
+    """Compare rows that are spread over all launches with float64.
 
-    A peer's launches return out alone: then there is no lse to be compared.
+    A peer's launches write out alone: then there is no lse to be compared.
     """
-    for outputs in recording.outputs:
-        for output in outputs:
-            output.fill_(float("nan"))
-    recording.replay()
-    total = len(sets) * case.rows
-    count = min(total, SAMPLE)
-    places = [divmod(i * (total - 1) // max(1, count - 1), case.rows) for i in range(count)]
+    places = spread(len(sets), case.rows, SAMPLE)
     q, q_pe, latent = (torch.stack(parts) for parts in zip(*(_row(case, sets[s], row) for s, row in places)))
     out, *lse = (
-        torch.stack([outputs[s].flatten(0, 1)[row] for s, row in places]).unsqueeze(1).double()
-        for outputs in zip(*recording.outputs)
+        torch.stack([written[s].flatten(0, 1)[row] for s, row in places]).unsqueeze(1).double()
+        for written in zip(*outputs)
     )
     exact, exact_lse = sparse_mla(q.double(), q_pe.double(), latent.double(), None, None, None, SCALE)
     error, eager_error = (((x - exact).norm() / exact.norm()).item() for x in (out, _eager(q, q_pe, latent).double()))
     lse_right = all(bool(((x - exact_lse).abs() <= 2e-5 + 1e-6 * exact_lse.abs()).all()) for x in lse)
-    whole = not any(bool(output.isnan().any()) for outputs in recording.outputs for output in outputs)
-    return Check(error, eager_error, lse_right, whole)
+    whole = not any(bool(x.isnan().any()) for written in outputs for x in written)
+    return Verdict(error, eager_error, lse_right, whole)
 
 
-def _row(case: Case, inputs: Inputs, row: int) -> tuple[Tensor, Tensor, Tensor]:
+def _row(case: AttentionCase, inputs: Inputs, row: int) -> tuple[Tensor, Tensor, Tensor]:
     """q [1, H, R], q_pe [1, H, P] and the selected latent rows [K, R+P] of one query row, as values in bf16."""
     q, q_pe, pool, _, picks = inputs
     b, t = divmod(row, case.queries)

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 import dsa_compile.lowering
-from dsa_compile.bench.attention_cases import SCALE, Case, Inputs
-from dsa_compile.bench.timing import Launch
+from dsa_compile.bench.attention_cases import SCALE, AttentionCase, Inputs
+from dsa_compile.bench.attention_check import checked
+from dsa_compile.bench.harness import Peer
+from dsa_compile.bench.table import described
+from dsa_compile.bench.timing import Gpu, Launch, Recording
 from dsa_compile.lowering.device import Device
 from dsa_compile.lowering.sparse_mla import configs, launch
 
@@ -25,6 +28,14 @@ CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 def op(q_absorbed: Tensor, q_pe: Tensor, latent: Tensor, visible: Tensor, picks: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = torch.ops.dsa.sparse_mla(q_absorbed, q_pe, latent, visible, None, picks, SCALE)
     return out, lse
+
+
+def record(case: AttentionCase, sets: Sequence[Inputs], gpu: Gpu, *, lowering: str) -> tuple[Recording, dict[str, Any]]:
+    """`op` as it stands (``"eager"``) or by Inductor, and the configuration that it runs in."""
+    with fresh_caches() as folder:
+        recording = gpu.record(op if lowering == "eager" else compiled(), sets)
+        picked = eager_configuration(sets[0]) if lowering == "eager" else inductor_configuration(folder)
+    return recording, {"configuration": picked}
 
 
 def compiled() -> Launch:
@@ -76,14 +87,10 @@ def inductor_configuration(folder: Path) -> str:
     return UNSERVED
 
 
-def described(heads: int, keys: int, warps: int, stages: int, splits: int) -> str:
-    return f"{heads} x {keys}, {warps} warps, {stages} stages, {splits} splits"
-
-
-def flash_mla(case: Case) -> tuple[Callable[[Inputs], tuple[Any, ...]], Launch] | None:
-    """FlashMLA's sparse prefill, if it is installed and the case is one: what it takes of inputs, and the call."""
+def flash_mla(case: AttentionCase) -> list[Peer[AttentionCase]]:
+    """FlashMLA's sparse prefill, if it is installed and the case is one."""
     if case.fp8 or case.batch > 1 or case.queries == 1 or importlib.util.find_spec("flash_mla") is None:
-        return None
+        return []
 
     def arguments(inputs: Inputs) -> tuple[Any, ...]:
         q, q_pe, pool, _, picks = inputs
@@ -94,4 +101,4 @@ def flash_mla(case: Case) -> tuple[Callable[[Inputs], tuple[Any, ...]], Launch] 
 
         return (flash_mla_sparse_fwd(q, latent, picks, SCALE)[0].unsqueeze(0),)
 
-    return arguments, call
+    return [Peer("flash_mla", call, checked, arguments)]

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsa_compile import compat
 from dsa_compile.errors import ConfigError
+from dsa_compile.lowering.select.configs import FP8_CAPABILITY
 
 WARM_UP = 5
 REPLAYS = 50
 MATMUL = 8192
-"""Rows and columns of the bf16 product that stands for the device's peak."""
+"""Rows and columns of the products that stand for the device's peaks."""
 MOVED = 2 << 30
 """Bytes that are read, and as many written, for its bandwidth."""
 
@@ -29,14 +31,21 @@ class Times:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches: TFLOP/s of a large bf16 matmul, GB/s of a kernel that reads and writes."""
+    """What the device reaches: TFLOP/s of a large matmul in bf16 and, where asked for, in fp8; GB/s of a kernel."""
 
     tflops: float
     gbytes: float
+    fp8_tflops: float | None = None
 
-    def share(self, tflops: float, gbytes: float) -> float:
+    def share(self, tflops: float, gbytes: float, fp8_products: bool) -> float:
         """How much of the ceiling that is nearer a launch with these rates reaches."""
-        return max(tflops / self.tflops, gbytes / self.gbytes)
+        peak = self.fp8_tflops if fp8_products else self.tflops
+        assert peak is not None
+        return max(tflops / peak, gbytes / self.gbytes)
+
+    def __str__(self) -> str:
+        fp8 = "" if self.fp8_tflops is None else f"fp8 matmul {self.fp8_tflops:.0f} TFLOP/s, "
+        return f"bf16 matmul {self.tflops:.0f} TFLOP/s, {fp8}memory {self.gbytes:.0f} GB/s"
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,14 @@ class Recording:
 
     outputs: list[tuple[Tensor, ...]]
     replay: Callable[[], None]
+
+    def rewritten(self) -> list[tuple[Tensor, ...]]:
+        """The outputs of a replay over NaN and the lowest integers: what no launch writes is wrong."""
+        for outputs in self.outputs:
+            for output in outputs:
+                output.fill_(float("nan") if output.is_floating_point() else torch.iinfo(output.dtype).min)
+        self.replay()
+        return self.outputs
 
 
 Launch = Callable[..., tuple[Tensor, ...]]
@@ -95,14 +112,40 @@ class Gpu:
         tenths = statistics.quantiles(micros, n=10)
         return Times(statistics.median(micros), tenths[0], tenths[-1])
 
-    def ceilings(self) -> Ceilings:
-        """Measured now, on random data: both depend on the card, its clocks and its neighbours."""
+    def extra_bytes(self, launch: Launch, inputs: tuple[Any, ...]) -> int:
+        """Most that an eager launch allocates at once, beside its outputs."""
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        outputs = launch(*inputs)
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        return peak - before - sum(output.untyped_storage().nbytes() for output in outputs)
+
+    def ceilings(self, fp8: bool) -> Ceilings:
+        """Measured now, on random data: they depend on the card, its clocks and its neighbours.
+
+        Raises:
+            ConfigError: fp8 is asked for, and the device has no such products.
+        """
+        capability = torch.cuda.get_device_capability(self.device)
+        if fp8 and capability < FP8_CAPABILITY:
+            wanted, found = (f"{major}.{minor}" for major, minor in (FP8_CAPABILITY, capability))
+            raise ConfigError(
+                f"bench: expected a GPU that multiplies fp8 values, of compute capability {wanted} or later, found "
+                f"{self.name} of {found}. Choose cases in bf16 with --case, where there are any."
+            )
         factors = [torch.randn(MATMUL, MATMUL, dtype=torch.bfloat16, device=self.device) for _ in range(2)]
         product = self.time(self.record(lambda a, b: (a @ b,), [tuple(factors)]))
+        fp8_tflops = None
+        if fp8:
+            codes = [x.to(torch.float8_e4m3fn) for x in factors]
+            one = torch.ones((), device=self.device)
+            fp8_product = self.time(self.record(lambda a, b: (compat.fp8_matmul(a, b, one),), [tuple(codes)]))
+            fp8_tflops = 2 * MATMUL**3 / fp8_product.median / 1e6
         # no copy: in a graph that is a memcpy node, which moved 2.7 TB/s on an H200 whose kernels move 4.3
         source = torch.randn(MOVED // 2, dtype=torch.bfloat16, device=self.device)
         moved = self.time(self.record(lambda a, b: (torch.neg(a, out=b),), [(source, torch.empty_like(source))]))
-        return Ceilings(2 * MATMUL**3 / product.median / 1e6, 2 * MOVED / moved.median / 1e3)
+        return Ceilings(2 * MATMUL**3 / product.median / 1e6, 2 * MOVED / moved.median / 1e3, fp8_tflops)
 
     def release(self) -> None:
         """Give the memory of dropped recordings and inputs back."""
