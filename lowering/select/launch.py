@@ -12,10 +12,10 @@ from dsa_compile.lowering.select import configs
 from dsa_compile.lowering.select.configs import Call
 from dsa_compile.lowering.select.limits import check
 from dsa_compile.lowering.select.reference import select
-from dsa_compile.lowering.select.topk import largest_scratch_bytes, topk
+from dsa_compile.lowering.select.topk import most_scratch_bytes, topk
 
-ALIGNMENT = 4
-"""A row of scores begins at a multiple of so many, so that it is read 16 bytes at a time."""
+ALIGNMENT = 16
+"""A row of scores begins at a multiple of so many, so that Triton reads 16 bytes at a time."""
 
 
 def select_cuda(
@@ -51,7 +51,7 @@ def select_cuda(
     if out.numel() == 0:
         return out
     ranges, picks = _ranges(call, visible, q.device), out.view(B * T, index_topk)
-    most_rows = max(1, (budget - largest_scratch_bytes(index_topk, device.processors)) // (4 * _stride(call)))
+    most_rows = max(1, (budget - most_scratch_bytes(call.slots, index_topk, device.processors)) // (4 * _stride(call)))
     config = configs.config(call, device)
     queries = config.queries(call, most_rows)
     scores = q.new_empty(min(most_rows, B * T), _stride(call), dtype=torch.float32)

@@ -1,91 +1,191 @@
-"""Exact top-k of rows of scores on CUDA: a program a row, or several where rows are few."""
+"""Exact top-k of rows of scores on CUDA: what it takes, how a call is cut into programs, and its launch."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dsa_compile.lowering.device import Device
+from dsa_compile.errors import InputError
+from dsa_compile.lowering.select.limits import LARGEST_TOPK
 from dsa_compile.lowering.tiles import power_of_two
 
-FEWEST_ENTRIES = 64
-"""Of a list."""
-ENTRY_BYTES = 8
-"""A score and a slot."""
-PROGRAMS = 3
-"""Programs that fit on a processor at once, by their registers."""
-SHARES = 2
-"""Programs a processor that gather, where a row has several."""
-MOST_SPLITS = 64
+MOST_SPLITS = 128
+SHORTEST_SHARE = 4096
+"""Slots that a program of a split row is for, at least."""
+SPLIT_TILE = 2048
+"""Slots that it reads at once."""
+SPLIT_WARPS = 8
+LONG, FEW = 1 << 16, 4
+"""Slots from which a row is halved even where there are as many rows a processor: they would not fill it evenly."""
+ANY = 1 << 31
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a row is read: scores of the ``sample`` and of a ``tile``, by a program of ``warps``."""
+    """One way to compile the kernels.
 
+    ``capacity``: entries of a list, at least 2 K. ``sample``: scores of a row that are guessed by. ``tile``: slots that
+    a program with a row of its own reads at once, ``registers`` what its threads have.
+    """
+
+    capacity: int
     sample: int
     tile: int
     warps: int
+    registers: int
 
-    def constants(self, capacity: int) -> dict[str, int]:
-        """The kernels' compile-time arguments and options for lists of ``capacity`` entries."""
-        sample, tile = min(self.sample, capacity), min(self.tile, capacity)
-        return {"C": capacity, "SAMPLE": sample, "TILE": tile, "num_warps": self.warps}
+    @property
+    def choosing_warps(self) -> int:
+        """Of a program that chooses from the lists of a split row: 8 entries a thread, where there are so many."""
+        return min(32, self.capacity // 256)
 
-
-ROW, SHARE = Config(2048, 2048, 4), Config(4096, 2048, 8)
-"""Measured on an H200 at K = 2048: of a program that has a row, and of one that has a part of it."""
-
-
-def topk(scores: Tensor, visible: Tensor, index_topk: int, out: Tensor) -> None:
-    """Write the ``index_topk`` best slots of each row, exactly as `rows.topk_slots` chooses them.
-
-    Ties go to the lower slot, NaN loses to every number, and -inf is never chosen. A row that sees at most K slots
-    takes them all, and its scores are not read. Nothing outside of what a row sees is read.
-
-    Args:
-        scores: float32[N, S], contiguous in its last dimension.
-        visible: int32[N, 2], contiguous: the range of slots that each row sees.
-        out: int32[N, K], contiguous: ascending slots, then -1.
-    """
-    from dsa_compile.lowering.select import topk_kernel
-
-    N, S = scores.shape
-    processors = Device.of(scores.device).processors
-    splits = splits_of(N, S, index_topk, processors)
-    sizes = (ROW if splits == 1 else SHARE).constants(capacity(index_topk))
-    lists = scores.new_empty(scratch_bytes(N, S, index_topk, processors) // 4, dtype=torch.int32)
-    with torch.cuda.device_of(scores):
-        if splits == 1:
-            topk_kernel.topk_kernel[(min(N, PROGRAMS * processors),)](
-                scores, visible, out, lists, scores.stride(0), N, S, index_topk, **sizes
-            )
-            return
-        counts = scores.new_empty(N * splits, dtype=torch.int32)
-        brackets = scores.new_empty(N, dtype=torch.int64)
-        given = (lists, counts, brackets, scores.stride(0), S, index_topk)
-        topk_kernel.gather_kernel[(N * splits,)](scores, visible, *given, SPLITS=splits, **sizes)
-        topk_kernel.choose_kernel[(N,)](scores, visible, out, *given, SPLITS=splits, **sizes)
+    @property
+    def programs_per_processor(self) -> int:
+        return 65536 // (32 * self.warps * self.registers)
 
 
-def capacity(index_topk: int) -> int:
-    """Entries of a list: the most that a guess may keep of a row."""
-    return max(FEWEST_ENTRIES, 2 * power_of_two(index_topk))
+CONFIGS = {
+    (2048, 1 << 15): Config(4096, 2048, 2048, 4, 168),
+    (2048, 1 << 17): Config(4096, 4096, 4096, 16, 64),
+    (2048, ANY): Config(8192, 8192, 4096, 16, 128),
+    (8192, ANY): Config(16384, 8192, 8192, 32, 64),
+}
+"""By the largest K and S that each serves: the more of a sample lies in a list, and the more room a list has beside K,
+the rarer a row is tried twice."""
 
 
-def splits_of(rows: int, slots: int, index_topk: int, processors: int) -> int:
-    """Programs that share a row, a power of two, so that few rows fill the device too."""
-    wanted = min(SHARES * processors // rows, slots // capacity(index_topk), MOST_SPLITS)
-    return 1 << max(0, wanted.bit_length() - 1)
+@dataclass(frozen=True)
+class Plan:
+    """``splits``: programs that share a row. ``lists``: of candidates, one for each program that is at work at once."""
+
+    config: Config
+    splits: int
+    lists: int
+
+
+def plan(rows: int, slots: int, index_topk: int, processors: int) -> Plan:
+    """How N rows of S scores are served on a device: by what the host knows, so that a graph can be captured."""
+    config = next(c for (topk, most), c in CONFIGS.items() if index_topk <= topk and slots <= most)
+    if slots <= config.capacity:
+        return Plan(config, splits=1, lists=0)
+    fill = 2 * processors // max(1, rows)
+    if slots >= LONG and rows <= FEW * processors:
+        fill = max(fill, 2)
+    wanted = min(fill, slots // SHORTEST_SHARE, MOST_SPLITS)
+    splits = power_of_two(wanted + 1) // 2
+    if splits > 1:
+        return Plan(config, splits, lists=rows * splits)
+    return Plan(config, splits=1, lists=min(rows, processors * config.programs_per_processor))
 
 
 def scratch_bytes(rows: int, slots: int, index_topk: int, processors: int) -> int:
-    """Of the lists of a call."""
-    splits = splits_of(rows, slots, index_topk, processors)
-    lists = min(rows, PROGRAMS * processors) if splits == 1 else rows * splits
-    return ENTRY_BYTES * lists * capacity(index_topk)
+    """Bytes that `topk` allocates beside its output."""
+    made = plan(rows, slots, index_topk, processors)
+    return made.lists * 8 * made.config.capacity + (rows * (4 * made.splits + 8) if made.splits > 1 else 0)
 
 
-def largest_scratch_bytes(index_topk: int, processors: int) -> int:
-    """Of the lists of any call."""
-    return ENTRY_BYTES * max(PROGRAMS, SHARES) * processors * capacity(index_topk)
+def most_scratch_bytes(slots: int, index_topk: int, processors: int) -> int:
+    """The same for the number of rows that takes most: lists of what fills the device, whatever the rows."""
+    halved = FEW * processors if slots >= LONG else processors
+    return max(scratch_bytes(rows, slots, index_topk, processors) for rows in (halved, 1 << 20))
+
+
+def topk(scores: Tensor, visible: Tensor, index_topk: int, out: Tensor | None = None) -> Tensor:
+    """The ``index_topk`` best visible slots of each row, exactly, with the same bits on every run.
+
+    Nothing is read on the host and no score outside of a row's range is read at all. Can be captured in a CUDA graph.
+
+    Args:
+        scores: float32[N, S], contiguous in its last dimension; fastest where rows lie a multiple of 16 apart.
+        visible: int32[N, 2], the range [start, end) that a row chooses from, clamped to [0, S].
+        index_topk: K, from 1 to 8192.
+        out: int32[N, K], contiguous, to write into.
+
+    Returns:
+        int32[N, K], ascending, -1 behind the last. Ties go to the lower slot; NaN loses to every number, and -inf is
+        never chosen. Of a range of at most K slots all are chosen, and no score is read.
+
+    Raises:
+        InputError: naming the input, what was expected and what came.
+    """
+    _check(scores, visible, index_topk, out)
+    rows, slots = scores.shape
+    if out is None:
+        out = scores.new_empty(rows, index_topk, dtype=torch.int32)
+    if rows > 0:
+        processors = torch.cuda.get_device_properties(scores.device).multi_processor_count
+        launch(scores, visible, out, plan(rows, slots, index_topk, processors))
+    return out
+
+
+def launch(scores: Tensor, visible: Tensor, out: Tensor, plan: Plan) -> None:
+    """Run a plan: one kernel, or two where rows are split."""
+    from dsa_compile.lowering.select import topk_kernel as kernel
+
+    rows, slots = scores.shape
+    config, splits = plan.config, plan.splits
+    sizes = {"C": config.capacity, "SAMPLE": config.sample}
+    lists = out.new_empty(plan.lists, 2, config.capacity)
+    visible = visible.contiguous()
+    stride, index_topk = scores.stride(0), out.shape[1]
+    with torch.cuda.device_of(scores):
+        if splits == 1:
+            programs = plan.lists or rows
+            options = {"TILE": config.tile, "num_warps": config.warps, "maxnreg": config.registers}
+            kernel.topk_kernel[(programs,)](
+                scores, visible, out, lists, stride, rows, slots, index_topk, **sizes, **options
+            )
+            return
+        counts = out.new_empty(rows, splits)
+        brackets = out.new_empty(rows, dtype=torch.int64)
+        sizes["SPLITS"] = splits
+        kernel.gather_kernel[(rows * splits,)](
+            scores,
+            visible,
+            lists,
+            counts,
+            brackets,
+            stride,
+            slots,
+            index_topk,
+            TILE=SPLIT_TILE,
+            num_warps=SPLIT_WARPS,
+            **sizes,
+        )
+        kernel.choose_kernel[(rows,)](
+            scores,
+            visible,
+            out,
+            lists,
+            counts,
+            brackets,
+            stride,
+            slots,
+            index_topk,
+            TILE=config.tile,
+            num_warps=config.choosing_warps,
+            **sizes,
+        )
+
+
+def _check(scores: Tensor, visible: Tensor, index_topk: int, out: Tensor | None) -> None:
+    if not 1 <= index_topk <= LARGEST_TOPK:
+        raise InputError(
+            f"topk: expected index_topk from 1 to {LARGEST_TOPK}, came {index_topk}. Choose more by the reference."
+        )
+    if scores.dtype != torch.float32 or scores.dim() != 2 or scores.stride(1) != 1:
+        raise InputError(
+            f"topk: expected scores float32[N, S], contiguous in the last dimension, came {scores.dtype}"
+            f"{list(scores.shape)} with strides {list(scores.stride())}. Call .float().contiguous() on them."
+        )
+    shapes = {"visible": (visible, 2), "out": (out, index_topk)}
+    for name, (x, width) in shapes.items():
+        if x is None:
+            continue
+        if x.dtype != torch.int32 or x.shape != (scores.shape[0], width) or x.device != scores.device:
+            raise InputError(
+                f"topk: expected {name} int32[{scores.shape[0]}, {width}] on {scores.device} as scores, came {x.dtype}"
+                f"{list(x.shape)} on {x.device}. Convert or move it."
+            )
+    if out is not None and not out.is_contiguous():
+        raise InputError(f"topk: expected out contiguous, came strides {list(out.stride())}. Give a whole tensor.")

@@ -21,6 +21,8 @@ LOWEST = tl.constexpr(-0x7F800001)
 """Key of -inf, the lowest score that may be chosen."""
 HIGHEST = tl.constexpr(0x7F800000)
 """Key of +inf."""
+NAN = tl.constexpr(0x7FC00000)
+"""Bits of a NaN."""
 LAST = tl.constexpr(0x7FFFFFFF)
 """A slot behind all others."""
 EVERYTHING = tl.constexpr(-0x7F800001 << 32)
@@ -114,7 +116,7 @@ def _bracket(ROW, start, end, aim, tries, SAMPLE: tl.constexpr):
     The row is cut into equal strata, of which a scrambled group each is read: neither a trend nor a period fools it.
     """
     STRATA: tl.constexpr = SAMPLE // GROUP
-    first = tl.cdiv(start, GROUP) + tries
+    first = tl.cdiv(start, GROUP) + tries % 4
     groups = end // GROUP - first
     each = groups // STRATA
     more = groups % STRATA
@@ -178,7 +180,7 @@ def _gather(ROW, LIST, begin, start, last, bracket, C: tl.constexpr, TILE: tl.co
 
 @triton.jit
 def _aim(aim, total, k, C: tl.constexpr, SAMPLE: tl.constexpr):
-    """What to aim at to keep about between k and C of a row, where aiming at ``aim`` of the sample kept ``total``."""
+    """What of the sample to aim at so that between k and C of a row are kept, where ``aim`` has kept ``total``."""
     return tl.minimum(aim * ((5 * k + 3 * C) // 8) // tl.maximum(total, 1) + 1, SAMPLE)
 
 
@@ -212,8 +214,8 @@ def _best(x, total, k):
     best = keys >= bar
     if reach > k:
         level = keys == bar
-        _, before, _ = _counted(level)
-        best = (keys > bar) | (level & (before[:, :, None] + tl.cumsum(level.to(tl.int32), 2) <= k - above))
+        rank = _counted(level)[1][:, :, None] + tl.cumsum(level.to(tl.int32), 2)
+        best = (keys > bar) | (level & (rank <= k - above))
     return best
 
 
@@ -238,7 +240,7 @@ def _choose(ROW, OUT, LIST, found, start, end, total, k, C: tl.constexpr):
     length = end - start
     heads = _heads(start, C)
     if length > C:
-        x = tl.load(LIST + found).to(tl.float32, bitcast=True)
+        x = tl.load(_members(LIST + found)).to(tl.float32, bitcast=True)
         x = tl.where(_members(_heads(-total, C)) < 0, x, float("nan"))
     else:
         total = length
@@ -246,7 +248,7 @@ def _choose(ROW, OUT, LIST, found, start, end, total, k, C: tl.constexpr):
         x = _ordered(tl.load(_members(ROW + heads), mask=seen & (length > k), other=float("-inf")))
         x = tl.where(seen & (length <= k), 0.0, x)
     best = _best(x, total, k)
-    slots = tl.load(LIST + found + C) if length > C else _members(heads)
+    slots = tl.load(_members(LIST + C + found)) if length > C else _members(heads)
     _write(OUT, best, slots, k)
 
 
@@ -271,7 +273,7 @@ def topk_kernel(SCORES, VISIBLE, OUT, LIST, stride, N, S, k, C: tl.constexpr, SA
             tries = tl.full([], 0, tl.int32)
             aim = tl.full([], SAMPLE, tl.int32)
             total, tries = _fit(ROW, LIST, start, end, bracket, total, aim, tries, k, C, SAMPLE, TILE)
-        _choose(ROW, OUT + far * k, LIST, _members(_heads(0, C)), start, end, total, k, C)
+        _choose(ROW, OUT + far * k, LIST, _heads(0, C), start, end, total, k, C)
 
 
 @triton.jit(do_not_specialize=["S", "k"])
@@ -301,22 +303,25 @@ def gather_kernel(
         share = tl.cdiv(tl.cdiv(end - first, TILE), SPLITS) * TILE
         begin = first + split * share
         last = tl.minimum(begin + share, end)
-        total = _gather(ROW, LIST + tl.program_id(0) * 2 * C, begin, start, last, bracket, C, TILE)
+        LIST += tl.program_id(0) * 2 * C
+        total = _gather(ROW, LIST, begin, start, last, bracket, C, TILE)
+        rest = total + tl.arange(0, GROUP)
+        tl.store(LIST + rest, NAN, mask=rest < C)
         tl.store(BRACKETS + row, bracket)
     tl.store(COUNTS + tl.program_id(0), total)
 
 
 @triton.jit
-def _joined(counts, C: tl.constexpr, SPLITS: tl.constexpr):
-    """Where the first C entries stand when the lists of a row's splits are read as one."""
-    ends = tl.cumsum(counts, 0)
-    places = tl.reshape(_members(_heads(0, C)), [C])
-    split = tl.zeros([C], tl.int32)
+def _joined(filled, C: tl.constexpr, SPLITS: tl.constexpr):
+    """int32[C / 8, 2]: where groups of entries stand, when the filled groups of a row's lists are read as one list."""
+    ends = tl.cumsum(filled, 0)
+    places = tl.reshape(_heads(0, C) // GROUP, [C // GROUP])
+    split = tl.zeros([C // GROUP], tl.int32)
     for bit in tl.static_range(SPLITS.bit_length() - 1):
         later = split + (SPLITS >> (bit + 1))
         split = tl.where(tl.gather(ends, later - 1, 0) <= places, later, split)
-    found = places - tl.gather(ends - counts, split, 0) + split * (2 * C)
-    return tl.reshape(found, [C // 8, 2, GROUP])
+    found = places - tl.gather(ends - filled, split, 0) + split * (2 * C // GROUP)
+    return tl.reshape(found, [C // 8, 2])
 
 
 @triton.jit(do_not_specialize=["S", "k"])
@@ -342,13 +347,17 @@ def choose_kernel(
     LIST += row * SPLITS * 2 * C
     start, end = _visible(VISIBLE, row, S)
     counts = tl.load(COUNTS + row * SPLITS + tl.arange(0, SPLITS))
-    total = tl.sum(counts, 0)
-    found = _members(_heads(0, C))
+    filled = tl.cdiv(counts, GROUP)
+    total = tl.sum(filled, 0) * GROUP
+    found = _heads(0, C) // GROUP
     if end - start > C:
         bracket = tl.load(BRACKETS + row)
         aim = _aim(SAMPLE, end - start, k, C, SAMPLE)
         tried = tl.full([], 1, tl.int32)
-        total, tries = _fit(ROW, LIST, start, end, bracket, total, aim, tried, k, C, SAMPLE, TILE)
+        kept = tl.where(total > C, total, tl.sum(counts, 0))
+        kept, tries = _fit(ROW, LIST, start, end, bracket, kept, aim, tried, k, C, SAMPLE, TILE)
         if tries == tried:
-            found = _joined(counts, C, SPLITS)
-    _choose(ROW, OUT + far * k, LIST, found, start, end, total, k, C)
+            found = _joined(filled, C, SPLITS)
+        else:
+            total = kept
+    _choose(ROW, OUT + far * k, LIST, found * GROUP, start, end, total, k, C)

@@ -126,18 +126,16 @@ def compiled(source, folder):
 def compiled_kernel(kernel, pointers, constants, folder, **options):
     """A kernel, compiled by Triton for sm_90.
 
-    ``pointers``: their types by name. What is neither that nor constant is an int32, or a float32 if named ``scale``;
-    pointers and what is called a stride are multiples of 16.
+    ``pointers``: their types by name, of this kernel and others. What is neither that nor constant is an int32, or a
+    float32 if named ``scale``; pointers and what is called a stride are multiples of 16.
     """
     from triton.compiler import ASTSource
 
-    names = kernel.arg_names
-    other = {name: "fp32" if name == "scale" else "i32" for name in names}
-    signature = other | pointers | dict.fromkeys(constants, "constexpr")
-    aligned = [(i,) for i, name in enumerate(names) if name in pointers or "stride" in name]
-    attributes = {place: [["tt.divisibility", 16]] for place in aligned}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    return _compiled(ASTSource(kernel, signature, values, attributes), folder, **options)
+    kinds = {"scale": "fp32"} | pointers | dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+    aligned = [i for i, name in enumerate(kernel.arg_names) if name in pointers or "stride" in name]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    return _compiled(ASTSource(kernel, signature, constants, attributes), folder, **options)
 
 
 def _compiled(source, folder, **options):
