@@ -80,6 +80,16 @@ def score(
     block = first_block + tl.program_id(0) // splits
     blocks = tl.cdiv(T, QUERIES)
     b = block // blocks
+    columns = tl.arange(0, BLOCK_D)
+    place = tl.arange(0, QUERIES * BLOCK_H)
+    head = place % BLOCK_H
+    query = block % blocks * QUERIES + place // BLOCK_H
+    real = (query < T) & (head < HEADS)
+    # before it is known whether there is anything to score: one wait for both
+    q_rows = Q + b.to(tl.int64) * q_stride_b + query.to(tl.int64) * q_stride_t + head * q_stride_h
+    q = tl.load(q_rows[:, None] + columns[None, :], mask=real[:, None] & (columns < DI)[None, :], other=0.0)
+    w_rows = WEIGHTS + b.to(tl.int64) * w_stride_b + query.to(tl.int64) * w_stride_t
+    w = tl.load(w_rows + head, mask=real, other=0.0).to(tl.float32) * scale
     t = block % blocks * QUERIES + tl.arange(0, QUERIES)
     row = b * T + t
     start = tl.maximum(tl.load(VISIBLE + 2 * row, mask=t < T, other=0), 0)
@@ -90,18 +100,11 @@ def score(
     first_tile = tl.min(start, 0) // BLOCK_N
     last_tile = tl.cdiv(tl.max(end, 0), BLOCK_N)
     if first_tile < last_tile:
-        columns = tl.arange(0, BLOCK_D)
-        place = tl.arange(0, QUERIES * BLOCK_H)
-        head = place % BLOCK_H
-        query = block % blocks * QUERIES + place // BLOCK_H
-        real = (query < T) & (head < HEADS)
-        q_rows = Q + b.to(tl.int64) * q_stride_b + query.to(tl.int64) * q_stride_t + head * q_stride_h
-        q = tl.load(q_rows[:, None] + columns[None, :], mask=real[:, None] & (columns < DI)[None, :], other=0.0)
-        w_rows = WEIGHTS + b.to(tl.int64) * w_stride_b + query.to(tl.int64) * w_stride_t
-        w = tl.load(w_rows + head, mask=real, other=0.0).to(tl.float32) * scale
         if FP8:
-            q, q_scale = _quantised(q)
+            factor, q_scale = _quantised(q)
             w *= 0.5 * q_scale
+        else:
+            factor = q
         if PAGE == 0:
             KEYS += b.to(tl.int64) * page_stride
             KEY_SCALES += b.to(tl.int64) * scale_page_stride
@@ -124,7 +127,7 @@ def score(
                 keys = tl.load(KEYS + offset[:, None] + columns[None, :])
             else:
                 keys = tl.load(KEYS + offset[:, None] + columns[None, :], mask=(columns < DI)[None, :], other=0.0)
-            products = tl.dot(keys, tl.trans(q), input_precision="ieee")
+            products = tl.dot(keys, tl.trans(factor), input_precision="ieee")
             if FP8:  # twice relu(x), at twice the rate of a comparison; of codes no product is infinite
                 weighed = (products + tl.abs(products)) * w[None, :]
             else:
