@@ -16,7 +16,6 @@ from dsa_compile.bench.timing import Gpu, Recording
 from dsa_compile.lowering.device import Device
 from dsa_compile.lowering.rows import kept
 from dsa_compile.lowering.select import configs, launch
-from dsa_compile.lowering.select.configs import Config
 
 ALLOWED = 1e-5
 """Of a row's largest score, in bf16: sums of exact products in float32 err by 1e-6 at most, in 14 bits by 3e-4."""
@@ -68,25 +67,10 @@ def checked(case: IndexCase, sets: Sequence[IndexInputs], outputs: Sequence[tupl
     return Verdict(torch.stack(errors).max().item(), FP8_ALLOWED if case.fp8 else ALLOWED, whole)
 
 
-def _plan(case: IndexCase, inputs: IndexInputs) -> tuple[Config, list[tuple[slice, dict[str, Any]]]]:
-    """The configuration in which ``dsa::select`` scores, and of each launch the rows and what else it takes.
-
-    A launch writes as many rows as the budget holds.
-    """
-    call, device = launch.call_of(inputs.q, inputs.keys, None, None), Device.of(inputs.q.device)
-    config = configs.config(call, device)
-    most_rows = BUDGET // (4 * case.keys)
-    queries = config.queries(call, most_rows)
-    constants = config.constants(call, queries)
-    launches = []
-    for rows, blocks in launch.chunks(call, queries, most_rows):
-        splits = configs.splits(len(blocks), call, config, device)
-        launches.append((rows, {"first_row": rows.start, "blocks": blocks, "splits": splits, "constants": constants}))
-    return config, launches
-
-
 def _record(case: IndexCase, sets: Sequence[IndexInputs], gpu: Gpu) -> tuple[Recording, dict[str, Any]]:
-    config, launches = _plan(case, sets[0])
+    """As ``dsa::select`` scores: a launch writes as many rows as the budget holds."""
+    call, device = launch.call_of(sets[0].q, sets[0].keys, None, None), Device.of(sets[0].q.device)
+    config, launches = configs.config(call, device), list(launch.launches(call, device, BUDGET // (4 * case.keys)))
     splits = launches[0][1]["splits"]
 
     def scores(

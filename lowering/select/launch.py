@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,27 +53,10 @@ def select_cuda(
         return out
     ranges, picks = _ranges(call, visible, q.device), out.view(B * T, index_topk)
     most_rows = max(1, (budget - most_scratch_bytes(call.slots, index_topk, device.processors)) // (4 * _stride(call)))
-    config = configs.config(call, device)
-    queries = config.queries(call, most_rows)
     scores = q.new_empty(min(most_rows, B * T), _stride(call), dtype=torch.float32)
-    for rows, blocks in chunks(call, queries, most_rows):
+    for rows, options in launches(call, device, most_rows):
         part = scores[: rows.stop - rows.start, : call.slots]
-        splits = configs.splits(len(blocks), call, config, device)
-        score(
-            part,
-            q,
-            weights,
-            index_keys,
-            ranges,
-            index_topk,
-            scale,
-            block_table,
-            index_scales,
-            first_row=rows.start,
-            blocks=blocks,
-            splits=splits,
-            constants=config.constants(call, queries),
-        )
+        score(part, q, weights, index_keys, ranges, index_topk, scale, block_table, index_scales, **options)
         topk(part, ranges[rows], index_topk, picks[rows])
     return out
 
@@ -89,6 +73,22 @@ def call_of(q: Tensor, index_keys: Tensor, mask: Tensor | None, block_table: Ten
         slots=slot_count(index_keys, block_table),
         masked=mask is not None,
     )
+
+
+def launches(call: Call, device: Device, most_rows: int) -> Iterator[tuple[slice, dict[str, Any]]]:
+    """Rows of at most ``most_rows`` each, counted over all sequences, and how `score` is called for them."""
+    config = configs.config(call, device)
+    queries = config.queries(call, most_rows)
+    for rows, blocks in chunks(call, queries, most_rows):
+        yield (
+            rows,
+            {
+                "first_row": rows.start,
+                "blocks": blocks,
+                "splits": configs.splits(len(blocks), call, config, device),
+                "constants": config.constants(call, queries),
+            },
+        )
 
 
 def chunks(call: Call, queries: int, most_rows: int) -> Iterator[tuple[slice, range]]:

@@ -10,7 +10,7 @@ from strategies import causal, seeds
 
 from dsa_compile.lowering.device import Device
 from dsa_compile.lowering.fp8_keys import quantise
-from dsa_compile.lowering.select import configs, launch
+from dsa_compile.lowering.select import launch
 from dsa_compile.lowering.select.reference import index_scores, select
 from dsa_compile.lowering.select.topk import most_scratch_bytes
 
@@ -176,26 +176,11 @@ def test_infinite_keys_score_as_in_the_reference(infinity, heads):
 def test_scores_are_those_of_float64(fp8, bound, rows):
     """Products of fp8 sum up in about 14 bits; those of 16-bit values in float32."""
     case = Case(B=2, T=rows, HI=64, DI=128, S=1000, fp8=fp8, whole=False)
-    call, device = launch.call_of(case.q, case.keys, None, None), Device.of(CUDA)
-    config = configs.config(call, device)
-    queries = config.queries(call, 1 << 20)
+    call = launch.call_of(case.q, case.keys, None, None)
+    ((_, options),) = launch.launches(call, Device.of(CUDA), 1 << 20)
     memory = torch.full((2 * rows + 2, 1004), 7.25, device=CUDA)
-    ((_, blocks),) = launch.chunks(call, queries, 1 << 20)
-    launch.score(
-        memory[1:-1, :1000],
-        case.q,
-        case.weights,
-        case.keys,
-        case.visible.view(-1, 2),
-        0,
-        SCALE,
-        None,
-        case.scales,
-        first_row=0,
-        blocks=blocks,
-        splits=configs.splits(len(blocks), call, config, device),
-        constants=config.constants(call, queries),
-    )
+    inputs = case.q, case.weights, case.keys, case.visible.view(-1, 2), 0, SCALE, None, case.scales
+    launch.score(memory[1:-1, :1000], *inputs, **options)
     exact = index_scores(
         case.q.double(), case.weights.double(), case.keys if fp8 else case.keys.double(), SCALE, case.scales
     ).flatten(0, 1)
