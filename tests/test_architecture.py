@@ -129,12 +129,12 @@ def test_transformers_is_imported_where_models_are_handled(name):
 
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_triton_is_imported_by_kernels_and_kernels_inside_functions(name):
-    """A `kernel` module needs triton at its top; nothing imports it before a call does."""
+    """A module named ...kernel needs triton at its top; nothing but another imports it before a call does."""
     tree = ast.parse(MODULES[name].read_text())
     anywhere, at_import = (set(imported(nodes)) for nodes in (ast.walk(tree), module_scope(tree)))
     kernel = folder_of(name) == "lowering" and name.endswith("kernel")
     assert kernel or "triton" not in {target.split(".")[0] for target in anywhere}
-    assert not any(target.endswith("kernel") for target in at_import)
+    assert kernel or not any(target.endswith("kernel") for target in at_import)
 
 
 def test_nobody_imports_the_folders_bare():

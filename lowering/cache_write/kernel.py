@@ -6,6 +6,8 @@ Import this module inside functions only: it needs triton.
 import triton
 import triton.language as tl
 
+from dsa_compile.lowering.fp8_kernel import quantise
+
 
 @triton.jit
 def _place(SLOTS, TABLE, b, row, page_stride, slot_stride, num_pages, pages_per_sequence, PAGE: tl.constexpr):
@@ -22,21 +24,6 @@ def _place(SLOTS, TABLE, b, row, page_stride, slot_stride, num_pages, pages_per_
 @triton.jit
 def _values(ROWS, b, t, stride_b, stride_t, columns, WIDTH: tl.constexpr):
     return tl.load(ROWS + b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + columns, mask=columns < WIDTH)
-
-
-@triton.jit
-def _quantise(values, SMALLEST_PEAK: tl.constexpr):
-    """`fp8_keys.quantise` of the rows of a tile: codes of its shape as bytes, and a scale a row."""
-    # NaN and inf have the largest bits, so an integer maximum keeps what a float maximum may drop
-    bits = tl.max(tl.abs(values).to(tl.int32, bitcast=True), 1)
-    good = bits < 0x7F800000
-    peak = tl.maximum(bits.to(tl.float32, bitcast=True), SMALLEST_PEAK)
-    exponent = (peak.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000
-    exponent -= 8 << 23
-    scale = tl.where(good, exponent.to(tl.float32, bitcast=True), float("nan"))
-    inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
-    codes = tl.where(good[:, None], values * inverse[:, None], 0.0).to(tl.float8e4nv)
-    return codes.to(tl.uint8, bitcast=True), scale
 
 
 @triton.jit
@@ -98,7 +85,6 @@ def pack_kernel(
     TILES: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
     SECOND_BLOCK: tl.constexpr,
-    SMALLEST_PEAK: tl.constexpr,
     PAGE: tl.constexpr,
 ):
     """Rows as `fp8_rows.pack` writes them, to the bit."""
@@ -110,7 +96,7 @@ def pack_kernel(
     columns = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
     FIRST += b.to(tl.int64) * first_stride_b + t.to(tl.int64) * first_stride_t
     values = tl.load(FIRST + columns, mask=columns < FIRST_WIDTH, other=0.0).to(tl.float32)
-    codes, scale = _quantise(values, SMALLEST_PEAK)
+    codes, scale = quantise(values)
     tl.store(POOL + place + columns, codes, mask=valid & (columns < FIRST_WIDTH))
     scales = (POOL + place + FIRST_WIDTH).to(tl.pointer_type(tl.float32))
     tl.store(scales + tiles, scale, mask=valid & (tiles < TILES))
@@ -138,7 +124,6 @@ def quantise_kernel(
     T,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    SMALLEST_PEAK: tl.constexpr,
     PAGE: tl.constexpr,
 ):
     """Codes and scale of an index key, to the bit of `fp8_keys.quantise`, to their slot in two pools."""
@@ -148,7 +133,7 @@ def quantise_kernel(
     columns = tl.arange(0, BLOCK)
     KEYS += b.to(tl.int64) * key_stride_b + t.to(tl.int64) * key_stride_t
     values = tl.load(KEYS + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    codes, scale = _quantise(values[None, :], SMALLEST_PEAK)
+    codes, scale = quantise(values[None, :])
     place, valid = _place(
         SLOTS, TABLE, b, row, codes_page_stride, codes_slot_stride, num_pages, pages_per_sequence, PAGE
     )

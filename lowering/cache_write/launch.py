@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dsa_compile.lowering.cache_write.reference import cache_write
-from dsa_compile.lowering.fp8_keys import SMALLEST_PEAK, check_scales
+from dsa_compile.lowering.fp8_keys import check_scales
 from dsa_compile.lowering.fp8_rows import TILE, row_bytes, tile_count
 from dsa_compile.lowering.tiles import power_of_two
 
@@ -48,7 +48,7 @@ def write(pool: Tensor, slots: Tensor, block_table: Tensor | None, first: Tensor
     if packed:
         row_bytes(width, rest_width)
         tiles = tile_count(width)
-        options = {"TILE": TILE, "TILES": tiles, "BLOCK_TILES": power_of_two(tiles), "SMALLEST_PEAK": SMALLEST_PEAK}
+        options = {"TILE": TILE, "TILES": tiles, "BLOCK_TILES": power_of_two(tiles)}
     else:
         options = {"FIRST_BLOCK": power_of_two(width)}
     with torch.cuda.device_of(pool):
@@ -93,7 +93,6 @@ def write_quantised(codes: Tensor, scales: Tensor, slots: Tensor, block_table: T
             T,
             WIDTH=width,
             BLOCK=power_of_two(width),
-            SMALLEST_PEAK=SMALLEST_PEAK,
             PAGE=0 if block_table is None else codes.shape[1],
             num_warps=1,
         )

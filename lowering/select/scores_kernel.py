@@ -7,30 +7,10 @@ Import this module inside functions only: it needs triton.
 import triton
 import triton.language as tl
 
-from dsa_compile.lowering.fp8_keys import SMALLEST_PEAK
+from dsa_compile.lowering.fp8_kernel import quantise
 
-FP8_PEAK = tl.constexpr(SMALLEST_PEAK)
 NEVER = tl.constexpr(float("-inf"))
 """The score of a slot whose page is absent: top-k does not choose it."""
-
-
-@triton.jit
-def _power_of_two_scale(peak_bits):
-    """Bits of the float32 peak / 448 rounded up to a power of two, and of its inverse: `fp8_keys` does the same."""
-    exponent = ((peak_bits + 0x1FFFFF) & 0x7F800000) - (8 << 23)
-    return exponent.to(tl.float32, bitcast=True), ((254 << 23) - exponent).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _quantised(q):
-    """Rows [N, DI] in e4m3 and the scale of each; a row with NaN or inf gets codes 0 and the scale NaN."""
-    values = q.to(tl.float32)
-    bits = tl.max(tl.abs(values).to(tl.int32, bitcast=True), 1)  # as integers NaN and inf are the largest
-    good = bits < 0x7F800000
-    peak = tl.maximum(bits.to(tl.float32, bitcast=True), FP8_PEAK)
-    scale, inverse = _power_of_two_scale(peak.to(tl.int32, bitcast=True))
-    codes = tl.where(good[:, None], values * inverse[:, None], 0.0).to(tl.float8e4nv)
-    return codes, tl.where(good, scale, float("nan"))
 
 
 @triton.jit
@@ -101,7 +81,7 @@ def score(
     last_tile = tl.cdiv(tl.max(end, 0), BLOCK_N)
     if first_tile < last_tile:
         if FP8:
-            factor, q_scale = _quantised(q)
+            factor, q_scale = quantise(q.to(tl.float32))
             w *= 0.5 * q_scale
         else:
             factor = q
