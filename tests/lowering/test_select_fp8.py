@@ -45,11 +45,13 @@ def test_equals_the_definition(device, data, slots, seed):
     end = torch.randint(0, slots + 1, (batch, 1, queries, 1), dtype=torch.int32)
     visible = torch.cat([end % 3, end], -1).to(device)
     mask = torch.rand(1, 1, queries, slots, device=device) < 0.7 if data.draw(st.booleans(), label="mask") else None
-    ours = select(q, weights, quantise(keys), visible, mask)
+    codes, scales = quantise(keys)
+    ours, found = select(q, weights, (codes, scales), visible, mask), index_scores(q, weights, codes, SCALE, scales)
     for b in range(batch):
         stored = [naive.fp8(key) for key in keys[b]]
         for t in range(queries):
             scores = [naive.index_score_fp8(q[b, t], weights[b, t], *key, SCALE) for key in stored]
+            assert found[b, t].tolist() == pytest.approx(scores, rel=1e-12, abs=1e-14)
             seen = naive.seen_slots(slots, (b, t), visible, mask, None)
             assert ours[b, t].tolist() == naive.best(scores, seen, 4)
 
