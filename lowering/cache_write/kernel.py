@@ -97,6 +97,7 @@ def pack_kernel(
     FIRST += b.to(tl.int64) * first_stride_b + t.to(tl.int64) * first_stride_t
     values = tl.load(FIRST + columns, mask=columns < FIRST_WIDTH, other=0.0).to(tl.float32)
     codes, scale = quantise(values)
+    codes = codes.to(tl.uint8, bitcast=True)
     tl.store(POOL + place + columns, codes, mask=valid & (columns < FIRST_WIDTH))
     scales = (POOL + place + FIRST_WIDTH).to(tl.pointer_type(tl.float32))
     tl.store(scales + tiles, scale, mask=valid & (tiles < TILES))
@@ -134,6 +135,7 @@ def quantise_kernel(
     KEYS += b.to(tl.int64) * key_stride_b + t.to(tl.int64) * key_stride_t
     values = tl.load(KEYS + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     codes, scale = quantise(values[None, :])
+    codes = codes.to(tl.uint8, bitcast=True)
     place, valid = _place(
         SLOTS, TABLE, b, row, codes_page_stride, codes_slot_stride, num_pages, pages_per_sequence, PAGE
     )
