@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from dsa_compile.api import optimize, prepare
     from dsa_compile.cache import DSACache
     from dsa_compile.config import CacheConfig, DSAConfig
+    from dsa_compile.evaluate import evaluate_plan
     from dsa_compile.explanation import explain
     from dsa_compile.report import recent_reports
 
@@ -16,13 +17,23 @@ _HOMES = {
     "optimize": "api",
     "prepare": "api",
     "explain": "explanation",
+    "evaluate_plan": "evaluate",
     "DSAConfig": "config",
     "CacheConfig": "config",
     "DSACache": "cache",
     "recent_reports": "report",
 }
 
-__all__ = ["CacheConfig", "DSACache", "DSAConfig", "explain", "optimize", "prepare", "recent_reports"]
+__all__ = [
+    "CacheConfig",
+    "DSACache",
+    "DSAConfig",
+    "evaluate_plan",
+    "explain",
+    "optimize",
+    "prepare",
+    "recent_reports",
+]
 
 
 def __getattr__(name: str) -> Any:
