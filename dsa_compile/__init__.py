@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dsa_compile.evaluate import evaluate_plan
     from dsa_compile.explanation import explain
     from dsa_compile.report import recent_reports
+    from dsa_compile.search import search_plan
 
 __version__ = "0.1.0"
 
@@ -17,6 +18,7 @@ _HOMES = {
     "optimize": "api",
     "prepare": "api",
     "explain": "explanation",
+    "search_plan": "search",
     "evaluate_plan": "evaluate",
     "DSAConfig": "config",
     "CacheConfig": "config",
@@ -33,6 +35,7 @@ __all__ = [
     "optimize",
     "prepare",
     "recent_reports",
+    "search_plan",
 ]
 
 
