@@ -7,8 +7,10 @@ if TYPE_CHECKING:
     from dsa_compile.api import optimize, prepare
     from dsa_compile.cache import DSACache
     from dsa_compile.config import CacheConfig, DSAConfig
+    from dsa_compile.evaluate import evaluate_plan
     from dsa_compile.explanation import explain
     from dsa_compile.report import recent_reports
+    from dsa_compile.search import search_plan
 
 __version__ = "0.1.0"
 
@@ -16,13 +18,25 @@ _HOMES = {
     "optimize": "api",
     "prepare": "api",
     "explain": "explanation",
+    "search_plan": "search",
+    "evaluate_plan": "evaluate",
     "DSAConfig": "config",
     "CacheConfig": "config",
     "DSACache": "cache",
     "recent_reports": "report",
 }
 
-__all__ = ["CacheConfig", "DSACache", "DSAConfig", "explain", "optimize", "prepare", "recent_reports"]
+__all__ = [
+    "CacheConfig",
+    "DSACache",
+    "DSAConfig",
+    "evaluate_plan",
+    "explain",
+    "optimize",
+    "prepare",
+    "recent_reports",
+    "search_plan",
+]
 
 
 def __getattr__(name: str) -> Any:

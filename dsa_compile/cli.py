@@ -15,6 +15,8 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+plan_app = typer.Typer(help="Plans: whose selection each layer attends to.", no_args_is_help=True)
+app.add_typer(plan_app, name="plan")
 
 Checkpoint = Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint.")]
 Selector = Annotated[str | None, typer.Option(help="indexer, attention or dense; default: what the checkpoint has.")]
@@ -22,6 +24,9 @@ Topk = Annotated[int | None, typer.Option("--index-topk", help="Tokens that a qu
 PlanName = Annotated[
     str | None, typer.Option("--plan", help="Whose selection layers attend to: mli, share:1/4, mli+share:1/2, ...")
 ]
+Evaluation = Annotated[Path | None, typer.Option(help="What 'eval --out' wrote of this plan: it is not warned of.")]
+Texts = Annotated[list[Path], typer.Option(help="A text file, or a folder of them; give it again for another.")]
+Tokens = Annotated[int | None, typer.Option(help="Tokens that are read of each text. Default: 4 K.")]
 Indexer = Annotated[str | None, typer.Option(help="Safetensors file or folder with indexer weights, or 'random'.")]
 DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Cases = Annotated[list[str] | None, typer.Option("--case", help="A case; give it again for another. Default: all.")]
@@ -125,6 +130,7 @@ def generate(
     index_topk: Topk = None,
     indexer: Indexer = None,
     plan: PlanName = None,
+    evaluation: Evaluation = None,
     dtype: DType = "float32",
     device: Device = "cpu",
     lowering: Annotated[str, typer.Option(help="inductor, or eager to skip its compilation.")] = "inductor",
@@ -141,7 +147,12 @@ def generate(
         from dsa_compile.measure import peak_memory, timed_generate
 
         options = dsa_compile.DSAConfig.of(
-            selector=selector, index_topk=index_topk, indexer=indexer, plan=plan, lowering=lowering
+            selector=selector,
+            index_topk=index_topk,
+            indexer=indexer,
+            plan=plan,
+            evaluation=evaluation,
+            lowering=lowering,
         )
         model = load(checkpoint, dtype, device)
         tokenizer = _tokenizer(checkpoint)
@@ -159,6 +170,89 @@ def generate(
         f"cache {run.cache_bytes / 2**20:,.2f} MiB; peak memory {peak_memory(model.device) / 2**20:,.0f} MiB",
         style="dim",
     )
+
+
+@plan_app.command()
+def search(
+    checkpoint: Checkpoint,
+    texts: Texts,
+    out: Annotated[Path, typer.Option(help="Folder for plan.json, curve.png and state.json, to go on from.")],
+    retention: Annotated[float, typer.Option(help="Share of the layers that still run their indexer.")] = 0.25,
+    mli: Annotated[
+        bool, typer.Option("--mli/--no-mli", help="Search among plans with the Multi-layer Indexer.")
+    ] = True,
+    blocks: Annotated[int, typer.Option(help="Runs of layers that are searched at once: as many times faster.")] = 1,
+    tokens: Tokens = None,
+    selector: Selector = None,
+    index_topk: Topk = None,
+    indexer: Indexer = None,
+    dtype: DType = "float32",
+    device: Device = "cpu",
+) -> None:
+    """Find the layers whose indexers can be dropped at least loss; an interrupted search goes on where it was."""
+    with one_line_errors():
+        import dsa_compile
+        from dsa_compile.curve import check_matplotlib, draw
+        from dsa_compile.texts import read_texts
+
+        read = read_texts(texts)
+        check_matplotlib()
+        found = dsa_compile.search_plan(
+            load(checkpoint, dtype, device),
+            read,
+            retention=retention,
+            mli=mli,
+            blocks=blocks,
+            tokens=tokens,
+            tokenizer=_tokenizer(checkpoint),
+            state=_folder(out) / "state.json",
+            progress=True,
+            selector=selector,
+            index_topk=index_topk,
+            indexer=indexer,
+        )
+        found.save(out / "plan.json")
+        draw(found, out / "curve.png")
+    Console().print(found)
+    Console(soft_wrap=True).print(f"plan: {found.plan}")
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Checkpoint,
+    plan: Annotated[str, typer.Option(help="mli, share:1/4, mli+share:FSFS, ...")],
+    texts: Texts,
+    needles: Annotated[int, typer.Option(help="Prompts with planted codes to ask.")] = 10,
+    tokens: Tokens = None,
+    selector: Selector = None,
+    index_topk: Topk = None,
+    indexer: Indexer = None,
+    dtype: DType = "float32",
+    device: Device = "cpu",
+    out: Out = None,
+) -> None:
+    """Measure a plan beside plain sparse and dense attention: loss, recall, attention kept, overlap."""
+    with one_line_errors():
+        _check_out(out)
+        import dsa_compile
+        from dsa_compile.texts import read_texts
+
+        read = read_texts(texts)
+        found = dsa_compile.evaluate_plan(
+            load(checkpoint, dtype, device),
+            read,
+            needles=needles,
+            tokens=tokens,
+            tokenizer=_tokenizer(checkpoint),
+            progress=True,
+            plan=plan,
+            selector=selector,
+            index_topk=index_topk,
+            indexer=indexer,
+        )
+        if out is not None:
+            found.save(out)
+    Console(width=None if sys.stdout.isatty() else 140).print(found)
 
 
 @bench_app.command()
@@ -212,6 +306,16 @@ def _bench(name: str, cases: list[str] | None, out: Path | None, **options: str)
         raise typer.Exit(1)
 
 
+def _folder(path: Path) -> Path:
+    from dsa_compile.errors import ConfigError
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: expected a folder, or a place for one, came {path} ({error}).") from error
+    return path
+
+
 def _check_out(out: Path | None) -> None:
     from dsa_compile.errors import ConfigError
 
@@ -240,14 +344,11 @@ def _tokenizer(checkpoint: Path) -> Any:
 
 
 def _encode(tokenizer: Any, text: str) -> Any:
-    """Token ids [1, T], with the bos token that DeepSeek-family prompts start with."""
-    import torch
-
+    """Token ids [1, T]."""
     from dsa_compile.errors import ConfigError
+    from dsa_compile.texts import encode
 
-    ids = tokenizer(text).input_ids
-    if tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
-        ids = [tokenizer.bos_token_id, *ids]
-    if not ids:
+    ids = encode(tokenizer, text)
+    if not len(ids):
         raise ConfigError("the prompt holds no token.")
-    return torch.tensor([ids])
+    return ids[None]

@@ -89,6 +89,7 @@ class DSAConfig(_Options):
         plan: whose selection each layer attends to, and so which layers run an indexer; see `dsa_compile.plan.plan_of`.
             None: as the model is.
         layer0: under MLI, whether layer 0 waits for its own selection (``"serial"``) or attends to all (``"dense"``).
+        evaluation: a file that ``dsa-compile eval --out`` wrote of this model, selector, K and plan: no warning then.
         cache: how ``generate`` makes caches.
         select_budget: bytes of scores that a selection may hold at once.
         lowering: ``"inductor"``, or ``"eager"`` to run the rewritten graph as it is (tests, debugging).
@@ -106,6 +107,7 @@ class DSAConfig(_Options):
     index_head_dim: int = 128
     plan: str | Sequence[str] | None = None
     layer0: str = "serial"
+    evaluation: str | Path | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     select_budget: int = 256 << 20
     lowering: str = "inductor"

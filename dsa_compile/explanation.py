@@ -161,7 +161,7 @@ def explain(
         family, options = family_of(model), DSAConfig.of(config, **fields)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="plan=")  # a dry run loses no quality
-        clone = prepare(_weightless(model, family.causal_lm), options)
+        clone = prepare(_weightless(model, family.causal_lm), options, evaluation=None)
     batch, tokens = _shape(inputs)
     reports = {
         "prefill": _capture(clone, batch, tokens, context),

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 import dsa_compile
 from dsa_compile.measure import timed_generate
-from needles import make_needles
+from dsa_compile.needles import make_needles
 
 CHECKPOINT = Path(__file__).parent / "tinyseek-4m"
 NEW_TOKENS = 6

@@ -2,7 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from dsa_compile.models.indexer import (
     weights_by_layer,
 )
 from dsa_compile.models.latent_attention import ATTENTION_NAME, Selection
-from dsa_compile.models.prepared import Preparation, PreparedModel
+from dsa_compile.models.prepared import EVALUATION, Preparation, PreparedModel
 from dsa_compile.plan import Plan, plan_of
+from dsa_compile.record import read_record
 
 RANDOM_SEED = 0
 
@@ -39,7 +40,7 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
         )
     family = family_of(model)
     _check_placement(model)
-    attentions = attention_modules(model)
+    attentions: list[Any] = [*attention_modules(model)]
     selector, indexers = _choose_selector(model, family, attentions, config)
     index_topk = config.index_topk or getattr(model.config, "index_topk", None) or DEFAULT_INDEX_TOPK
     if selector == "indexer" and index_topk > LARGEST_TOPK:
@@ -54,8 +55,22 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
         for a, indexer in zip(attentions, owned)
     )
     rotate = config.cache.rotate_index and selector == "indexer"
-    marks = (*(plan.text() if plan != own else ()), *(("rotated",) if rotate else ()))
     rotations = [_rotation(indexer) if rotate and indexer is not None else None for indexer in indexers]
+    name = type(model).__name__
+    marks = (*(() if plan == own else plan.text()), *(("rotated",) if rotate else ()))
+    preparation = Preparation(
+        family_type=family.model_type,
+        config=config,
+        selector=selector,
+        index_topk=index_topk,
+        plan=plan,
+        dims=dims,
+        fingerprint=_fingerprint((name, *marks), [a.kv_a_proj_with_mqa.weight[0] for a in attentions]),
+        weights=_fingerprint(
+            (name,), [p[:1] for m in (*attentions, *indexers) if m is not None for p in m.parameters()]
+        ),
+    )
+    _check_reuse(preparation, own)
     experts = model.config._experts_implementation
     if experts == "eager":
         model.set_experts_implementation("grouped_mm")
@@ -69,7 +84,7 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
             owned=layer in plan.owners,
             source=layer if plan.sources[layer] == own.sources[layer] else plan.sources[layer],
         )
-        attention.selection = selection  # type: ignore[assignment]
+        attention.selection = selection
         if indexer is not None:
             indexer.register_buffer("rotation", rotation, persistent=False)
         if isinstance(indexer, LightningIndexer):
@@ -79,15 +94,7 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
     for module in model.modules():
         if replacement := family.classes.get(type(module)):
             module.__class__ = replacement
-    model.dsa = Preparation(
-        family_type=family.model_type,
-        config=config,
-        selector=selector,
-        index_topk=index_topk,
-        plan=plan,
-        dims=dims,
-        fingerprint=_fingerprint(model, attentions, marks),
-    )
+    model.dsa = preparation
 
 
 def _plans(selector: str, indexers: list[nn.Module | None], config: DSAConfig, model_config: Any) -> tuple[Plan, Plan]:
@@ -97,22 +104,29 @@ def _plans(selector: str, indexers: list[nn.Module | None], config: DSAConfig, m
     own = plan_of(None, with_indexer)
     if "plan_selection" in config.disable_passes:
         return own, own
-    if plan.reuses and plan != own and config.plan != "model":
-        warnings.warn(
-            f"plan={config.plan!r} ({plan.letters}): layers attend to selections that the checkpoint was not trained "
-            "to share, which can cost quality, long contexts above all. Compare it with plan=None on your own texts.",
-            stacklevel=4,
-        )
     return plan, own
 
 
-def _fingerprint(model: Any, attentions: list[Any], marks: tuple[str, ...]) -> str:
-    """Names the weights and options (``marks``) whose rows a cache holds: the same in every process."""
-    digest = hashlib.sha256(" ".join((type(model).__name__, *marks)).encode())
-    for attention in attentions:
-        row = attention.kv_a_proj_with_mqa.weight[0].detach()
+def _check_reuse(preparation: Preparation, own: Plan) -> None:
+    """Warn of a plan that nobody trained, unless the evaluation that the options name is of it."""
+    config, plan = preparation.config, preparation.plan
+    if config.evaluation is not None:
+        read_record(Path(config.evaluation), EVALUATION, preparation.subject() | {"plan": list(plan.text())})
+    elif plan.reuses and plan != own and config.plan != "model":
+        warnings.warn(
+            f"plan={config.plan!r} ({plan.letters}): layers attend to selections that the checkpoint was not trained "
+            "to share, which can cost quality, long contexts above all. Measure it on your own texts with dsa-compile "
+            "eval --out FILE, and give evaluation=FILE.",
+            stacklevel=4,
+        )
+
+
+def _fingerprint(words: Iterable[str], rows: Iterable[torch.Tensor]) -> str:
+    """Names a model by some of its weights: the same in every process and, where they are held exactly, dtype."""
+    digest = hashlib.sha256(" ".join(words).encode())
+    for row in rows:
         if not row.is_meta:
-            digest.update(bytes(row.float().cpu().view(torch.uint8).tolist()))
+            digest.update(row.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -13,10 +13,17 @@ from dsa_compile.plan import Plan
 CAPACITY_STEP = 256
 """Caches that `generate` makes hold a multiple of this many slots, so that calls of similar length share a graph."""
 
+EVALUATION = "plan evaluation"
+"""Kind of the records that vouch for a plan; their subject is `Preparation.subject` and the plan's text."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What `prepare` decided. ``fingerprint`` names the weights' owner: copies of a model share it."""
+    """What `prepare` decided.
+
+    Copies of a model share both names of its weights: ``fingerprint`` is for caches and differs between plans,
+    ``weights`` is for measurements and differs between indexers.
+    """
 
     family_type: str
     config: DSAConfig
@@ -25,6 +32,11 @@ class Preparation:
     plan: Plan
     dims: tuple[LayerDims, ...]
     fingerprint: str
+    weights: str
+
+    def subject(self) -> dict[str, Any]:
+        """What measurements are of, beside a plan: they say nothing of other weights, another selector or K."""
+        return {"weights": self.weights, "selector": self.selector, "index_topk": self.index_topk}
 
     def graph_options(self) -> dict[str, Any]:
         """Options for the backend; the plan is in the graph already."""

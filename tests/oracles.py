@@ -1,6 +1,7 @@
-"""Second derivations in float64 that optimized models are held against."""
+"""Second derivations that optimized models are held against."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,4 +43,19 @@ def topk_oracle(model: nn.Module, index_topk: int) -> Any:
     twin = float64_copy(model)
     twin.config.oracle_topk = index_topk
     twin.set_attn_implementation(ORACLE)
+    return twin
+
+
+def rewired(model: nn.Module, sources: Sequence[int]) -> Any:
+    """A stock copy in which the indexer of layer i answers with the selection that layer ``sources[i]`` made."""
+    twin: Any = copy.deepcopy(model)
+    made: dict[int, Any] = {}
+    for layer, source in zip(twin.model.layers, sources):
+        indexer = layer.self_attn.indexer
+
+        def answer(*args, own=indexer.forward, layer=layer.self_attn.layer_idx, source=source, **kwargs):
+            made[layer] = own(*args, **kwargs)
+            return made[source]
+
+        indexer.forward = answer
     return twin

@@ -16,6 +16,7 @@ LEVELS = {
     "dsa_compile.dims": 0,
     "dsa_compile.config": 0,
     "dsa_compile.plan": 0,
+    "dsa_compile.record": 0,
     "dsa_compile.report": 0,
     "dsa_compile.cost": 1,
     "dsa_compile.compat": 1,

@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -69,6 +71,9 @@ def test_explain_needs_no_weights(checkpoint, tmp_path):
         ),
         (("generate", "{checkpoint}", "--prompt", "a", "--indexer", "no/such"), "found neither"),
         (("bench", "startup", "--layers", "1", "--out", "{empty}"), "--out: expected a file"),
+        (("eval", "{checkpoint}", "--plan", "mli", "--texts", "no/such"), "no/such: cannot be read as text"),
+        (("eval", "{checkpoint}", "--plan", "mli", "--texts", "{empty}", "--out", "{empty}"), "--out: expected a file"),
+        (("plan", "search", "{checkpoint}", "--texts", "no/such", "--out", "{empty}"), "cannot be read as text"),
         (("bench", "startup", "--layers", "1", "--out", "{empty}/no/such.json"), "--out: expected a file"),
     ],
 )
@@ -86,6 +91,42 @@ def test_bench_startup_prints_and_writes_its_figures(tmp_path):
     assert (figures["layers"], figures["lowering"]) == (2, "eager")
     assert all(f"{seconds:.3f}" in result.stdout for seconds in figures["seconds"].values())
     assert figures["seconds"]["second decode step"] < figures["seconds"]["first decode step"]
+
+
+@pytest.fixture
+def measured(checkpoint, tmp_path):
+    """Arguments that measure plans of a checkpoint on two short texts."""
+    (tmp_path / "texts").mkdir()
+    for name in ("calendar", "csv"):
+        text = (Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py").read_text()
+        (tmp_path / "texts" / f"{name}.txt").write_text(text[:1000])
+    return checkpoint, "--texts", tmp_path / "texts", "--tokens", 60, "--selector", "attention", "--index-topk", 16
+
+
+def test_plan_search_leaves_a_plan_a_picture_and_a_state_that_it_goes_on_from(measured, tmp_path):
+    pytest.importorskip("matplotlib")
+    arguments = ("plan", "search", *measured, "--out", tmp_path / "new" / "out", "--retention", 0.8, "--no-mli")
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "new" / "out" / "plan.json").read_text())
+    assert f"plan: {found['plan']}" in result.stdout
+    assert found["plan"].count("S") == 1
+    assert [point["loss"] for point in found["curve"]] == [found["own"], pytest.approx(found["own"], abs=0.1)]
+    assert (tmp_path / "new" / "out" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert run(*arguments).stdout == result.stdout
+    (tmp_path / "new" / "out" / "state.json").write_text("")
+    assert "state.json: cannot be read as JSON" in run(*arguments).stderr
+
+
+def test_eval_prints_and_writes_its_figures(measured, tmp_path):
+    result = run("eval", *measured, "--plan", "mli+share:1/2", "--needles", 1, "--out", tmp_path / "eval.json")
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "eval.json").read_text())
+    assert figures["plan"]["letters"] == "FLSLSS"
+    assert figures["dense"]["recalled"] == figures["needles"] == 1
+    for name in ("dense", "own", "plan"):
+        assert f"{figures[name]['loss']:.4f}" in result.stdout
+    assert figures["own"]["loss"] < figures["plan"]["loss"]
 
 
 def test_help_imports_neither_torch_nor_transformers():

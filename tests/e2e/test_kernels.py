@@ -1,6 +1,5 @@
 """On a GPU an optimized model runs the Triton templates, and says what the references say."""
 
-import sys
 from unittest import mock
 
 import pytest
@@ -10,6 +9,7 @@ from torch._inductor.utils import run_and_get_code
 
 import dsa_compile
 from dsa_compile.lowering.sparse_mla import configs
+from dsa_compile.needles import make_needles
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
 KERNEL = "from dsa_compile.lowering.sparse_mla.kernel import attend"
@@ -39,13 +39,7 @@ def test_templates_give_the_tokens_of_the_references(case, device, recwarn):
 def test_tinyseek_answers_as_with_the_references(cache, lowering, device, pytestconfig):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = pytestconfig.rootpath / "examples"
-    sys.path.insert(0, str(folder))
-    try:
-        from needles import make_needles
-    finally:
-        sys.path.remove(str(folder))
-    checkpoint = folder / "tinyseek-4m"
+    checkpoint = pytestconfig.rootpath / "examples" / "tinyseek-4m"
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     needles = make_needles(6, 1500, lambda text: len(tokenizer(text).input_ids))
     batch = tokenizer([tokenizer.bos_token + n.prompt for n in needles], padding=True, return_tensors="pt").to(device)

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from cases import ATOL, TOPK, assert_rows_equal, left_padded, optimized, stock, token_ids
+from oracles import rewired
 
 import dsa_compile
 from dsa_compile.errors import CacheError, ConfigError
@@ -24,20 +25,6 @@ def _untrained_reuse():
         yield
 
 
-def rewired(case, device, sources):
-    """The stock model; the indexer of layer i answers with the selection that layer ``sources[i]`` made."""
-    model, made = copy.deepcopy(stock(case, device)), {}
-    for layer, source in zip(model.model.layers, sources):
-        indexer = layer.self_attn.indexer
-
-        def answer(*args, own=indexer.forward, layer=layer.self_attn.layer_idx, source=source, **kwargs):
-            made[layer] = own(*args, **kwargs)
-            return made[source]
-
-        indexer.forward = answer
-    return model
-
-
 @pytest.mark.parametrize(
     ("plan", "letters", "owners"),
     [("mli", "FLS", {0, 1}), ("share:FSF", "FSF", {0, 2}), (["own", "own", "from:0"], "FFS", {0, 1})],
@@ -50,7 +37,7 @@ def test_equals_the_stock_model_with_its_selections_rewired(plan, letters, owner
     mask = inputs["attention_mask"]
     cache = model.make_cache(3, 64)
     with torch.no_grad():
-        want = rewired("deepseek_v32", device, model.dsa.plan.sources)(ids, use_cache=False, **inputs).logits
+        want = rewired(stock("deepseek_v32", device), model.dsa.plan.sources)(ids, use_cache=False, **inputs).logits
         first = model(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache).logits
         last = model(ids[:, -1:], attention_mask=mask, past_key_values=cache).logits
     assert_rows_equal(torch.cat([first, last], 1), want, mask)

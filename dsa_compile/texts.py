@@ -1,0 +1,80 @@
+"""Texts as rows of tokens, and the loss that a model has on them where a selection leaves something out."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsa_compile.errors import ConfigError, InputError
+from dsa_compile.lowering.rows import compute_dtype
+
+TOKENS_PER_K = 4
+"""Tokens of a row where nobody says how many, as a multiple of K: three rows in four then leave something out."""
+
+
+def read_texts(paths: Sequence[Path]) -> list[str]:
+    """Contents of files; a folder stands for the files in it, by name.
+
+    Raises:
+        ConfigError: a path is neither, or a file is no UTF-8 text.
+    """
+    files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    texts = []
+    for file in files:
+        try:
+            texts.append(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}: cannot be read as text ({error}).") from error
+    return texts
+
+
+def encode(tokenizer: Any, text: str) -> Tensor:
+    """Tokens int64[T] of a text, behind the bos token that DeepSeek-family prompts start with."""
+    ids = tokenizer(text).input_ids
+    if tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
+        ids = [tokenizer.bos_token_id, *ids]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def token_rows(texts: Sequence[str | Tensor], tokenizer: Any, tokens: int | None, index_topk: int) -> list[Tensor]:
+    """The first ``tokens`` tokens (None: `TOKENS_PER_K` * K) of each text, int64[T].
+
+    Args:
+        texts: strings, which need the ``tokenizer``, or tokens int64[T].
+
+    Raises:
+        ConfigError: ``tokens`` leaves no row past K with a token behind it.
+        InputError: there is no text, a text is that short, or strings have no tokenizer.
+    """
+    tokens, least = TOKENS_PER_K * index_topk if tokens is None else tokens, index_topk + 2
+    if tokens < least:
+        raise ConfigError(
+            f"tokens: expected at least K + 2 = {least}, since below K nothing is left out; came {tokens}."
+        )
+    if not texts:
+        raise InputError("texts: expected at least one, came none.")
+    if tokenizer is None and any(isinstance(text, str) for text in texts):
+        raise InputError("texts: strings need tokenizer=; or give tokens, int64[T] each.")
+    rows = [(encode(tokenizer, text) if isinstance(text, str) else text)[:tokens] for text in texts]
+    for place, row in enumerate(rows):
+        if row.dim() != 1 or len(row) < least:
+            raise InputError(
+                f"texts: text {place} of {len(rows)}: expected at least K + 2 = {least} tokens, as a query that sees "
+                f"no more than K attends to them all under any plan; came {tuple(row.shape)}. Give longer texts, or a "
+                "smaller index_topk."
+            )
+    return rows
+
+
+def loss_past_k(logits: Tensor, ids: Tensor, index_topk: int) -> tuple[float, int]:
+    """Sum, and count, of the next-token losses of the rows that see more than K tokens.
+
+    Args:
+        logits: [T, vocab] of ids int64[T].
+    """
+    rows, wanted = logits[index_topk:-1], ids[index_topk + 1 :].to(logits.device)
+    losses = F.cross_entropy(rows.to(compute_dtype(rows)), wanted, reduction="none")
+    return losses.sum(dtype=torch.float64).item(), len(wanted)
