@@ -108,9 +108,12 @@ def test_a_sequence_without_pages_sees_nothing(device):
 
 
 def index_inputs(device, fp8, slots=140):
-    """q and weights of an indexer, the pools [B, S, ...] of its keys, in fp8 of codes and scales, and visible."""
-    q, weights = torch.randn(2, 4, 3, 16, device=device), torch.randn(2, 4, 3, device=device)
-    keys = torch.randn(2, slots, 16, device=device)
+    """q and weights of an indexer, the pools [B, S, ...] of its keys, in fp8 of codes and scales, and visible.
+
+    Small integers, whose scores are exact in every order of summing.
+    """
+    q, keys = (torch.randint(-4, 5, (2, n, 16), device=device).float() for n in (12, slots))
+    q, weights = q.view(2, 4, 3, 16), torch.randint(-4, 5, (2, 4, 3), device=device).float()
     return q, weights, quantise(keys) if fp8 else (keys, None), causal(2, 4, slots).to(device)
 
 
