@@ -30,5 +30,5 @@ def read_record(path: Path, kind: str, subject: Mapping[str, Any]) -> dict[str, 
     apart = {name: record["of"].get(name) for name in subject if record["of"].get(name) != subject[name]}
     if apart:
         differences = "; ".join(f"{name}: expected {subject[name]!r}, came {value!r}" for name, value in apart.items())
-        raise ConfigError(f"{path}: a {kind} of something else, {differences}. Measure again, or name another file.")
+        raise ConfigError(f"{path}: {kind} of something else: {differences}. Measure again, or name another file.")
     return record

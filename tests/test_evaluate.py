@@ -169,5 +169,5 @@ def test_an_evaluation_of_something_else_vouches_for_nothing(fields, words, eval
 def test_an_evaluation_is_of_one_set_of_weights(name, evaluated, device):
     model = copy.deepcopy(stock("deepseek_v32", device))
     model.get_submodule(f"model.layers.1.self_attn.{name}").weight.data.mul_(2)
-    with pytest.raises(ConfigError, match="something else, weights: expected"):
+    with pytest.raises(ConfigError, match="plan evaluation of something else: weights: expected"):
         dsa_compile.optimize(model, plan="mli", evaluation=evaluated)

@@ -149,7 +149,7 @@ def test_a_state_of_another_search_is_named(texts, device, tmp_path, invented):
     differing = [({"index_topk": 4}, "index_topk: expected 4, came 8"), ({"texts": texts[:1]}, "texts: expected")]
     differing.append(({"selector": "attention"}, "selector: expected 'attention', came 'indexer'"))
     for fields, words in differing:
-        with pytest.raises(ConfigError, match=rf"state\.json: a plan losses of something else, {words}"):
+        with pytest.raises(ConfigError, match=rf"state\.json: plan losses of something else: {words}"):
             search("state.json", **fields)
     with pytest.raises(ConfigError, match="state: expected a file in a folder that exists"):
         search("no/state.json")
