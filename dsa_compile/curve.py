@@ -27,7 +27,11 @@ def draw(search: PlanSearch, path: Path) -> None:
     axes.plot([point.retention for point in search.curve], [point.loss for point in search.curve], marker="o")
     for label, loss, style in (("every layer its own", search.own, "--"), ("dense", search.dense, ":")):
         axes.axhline(loss, label=label, linestyle=style, color="gray")
-    axes.set(xlabel="layers that run their indexer", ylabel="loss", title=search.plan)
+    axes.set(
+        xlabel="layers that run their indexer",
+        ylabel=f"loss past K = {search.subject['index_topk']}",
+        title=search.plan,
+    )
     axes.xaxis.set_inverted(True)
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.legend()

@@ -111,7 +111,7 @@ def evaluate_plan(
 
     Args:
         model: a stock model of a supported family; stays as it is. texts: see `token_rows`.
-        config: options as for `optimize`; ``fields`` replace single ones. Graphs run uncompiled.
+        config: options as for `optimize`; ``fields`` replace single ones. Graphs run uncompiled, without a cache.
         needles: prompts with planted codes to ask, of ``tokens`` tokens; they need the ``tokenizer``.
         tokens: of a row; see `token_rows`. tokenizer: for needles, and for texts that are strings.
         progress: show a bar on stderr.

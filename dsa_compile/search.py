@@ -99,7 +99,8 @@ def search_plan(
 
     Args:
         model: a stock model of a supported family; stays as it is. texts: see `token_rows`.
-        config: options as for `optimize`, without a plan; ``fields`` replace single ones. Graphs run uncompiled.
+        config: options as for `optimize`, without a plan; ``fields`` replace single ones. Graphs run uncompiled and
+            without a cache.
         retention: share of the layers that still run their indexer, in (0, 1].
         mli: search among plans with the Multi-layer Indexer (``"mli+share:..."``), whose layers attend one layer later.
         tokens: of a row; see `token_rows`. tokenizer: for texts that are strings.

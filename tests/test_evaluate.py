@@ -140,8 +140,14 @@ def evaluated(texts, device, invented, tmp_path):
     return tmp_path / "mli.json"
 
 
-@pytest.mark.parametrize("call", [dsa_compile.optimize, dsa_compile.prepare, dsa_compile.explain])
-@pytest.mark.parametrize("plan", ["mli", ["own", "from:0", "from:1"]])
+@pytest.mark.parametrize(
+    ("call", "plan"),
+    [
+        (dsa_compile.optimize, "mli"),
+        (dsa_compile.prepare, ["own", "from:0", "from:1"]),
+        (dsa_compile.explain, "mli"),
+    ],
+)
 def test_a_plan_that_was_evaluated_is_not_warned_of(call, plan, evaluated, device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -188,7 +188,7 @@ def test_a_plan_that_does_not_fit_leaves_the_model_alone(case, fields, words, de
     assert (type(model), {type(m) for m in model.modules()}) == before
 
 
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_decoding_scores_beside_attention_what_a_later_layer_reads(lowering, device, graphs):
     ids, greedy = token_ids(2, 3 * TOPK, device), {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
     serial = optimized("deepseek_v32", device, plan="mli", disable_passes=["overlap_indexer"])
