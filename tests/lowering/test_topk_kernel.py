@@ -281,22 +281,24 @@ import sys
 sys.path.append({folder!r})
 import torch
 from hostile_scores import ROWS, expected, hostile
+from dsa_compile.lowering.select import topk
 from dsa_compile.lowering.select.topk import Config, Plan, launch
 
+topk.SPLIT_TILE = 32  # so that short rows have something for every program
 S, K = 230, 13
-spans = [0, S], [0, S], [7, 229], [0, S], [20, 20 + K], [3, 4 + K], [150, S + 9], [0, S], [9, 9], [-4, 32], [5, 38]
-visible = torch.tensor([spans[i % len(spans)] for i in range(len(ROWS))]).int()
+spans = [0, S], [0, S], [7, 229], [0, S], [20, 20 + K], [1, S], [3, 4 + K], [150, S + 9], [9, 9], [-4, 32], [5, 38]
 position = torch.arange(S)
-seen = (position >= visible[:, :1]) & (position < visible[:, 1:])
-for sample, splits, step in [(64, 1, 1), (64, 4, 4), (8, 1, 4), (8, 2, 7)]:
-    held = torch.full((len(ROWS), S + 5), float("inf"))
+for room, sample, splits, step in [(32, 64, 1, 1), (64, 128, 4, 3), (32, 8, 1, 4), (32, 8, 2, 7)]:
+    scores = hostile(S, seed=sample)[::step]
+    visible = torch.tensor([spans[i % len(spans)] for i in range(len(scores))]).int()
+    held = torch.full((len(scores), S + 5), float("inf"))
     held[1::2] = float("nan")
-    held[:, :S] = torch.where(seen, hostile(S, seed=sample), held[:, :S])
-    scores, spans = held[::step, :S], visible[::step]
+    seen = (position >= visible[:, :1]) & (position < visible[:, 1:])
+    held[:, :S] = torch.where(seen, scores, held[:, :S])
     out = torch.full((len(scores), K), -7).int()
     lists = 3 if splits == 1 else splits * len(scores)
-    launch(scores, spans, out, Plan(Config(32, sample, 32, 4, 64), splits, lists))
-    assert torch.equal(out, expected(scores, spans, K)), (sample, splits)
+    launch(held[:, :S], visible, out, Plan(Config(room, sample, 32, 4, 64), splits, lists))
+    assert torch.equal(out, expected(held[:, :S], visible, K)), (sample, splits)
     print("right")
 """
 
@@ -305,3 +307,33 @@ def test_interpreted_kernels_equal_the_oracle(tmp_path):
     """Programs alone and shared; with samples that guess well, and with ones so small that rows are tried again."""
     program = PROGRAM.format(folder=str(Path(__file__).parent))
     assert hopper.interpreted(program, tmp_path).count("right") == 4
+
+
+GUESSES = """
+import sys
+sys.path.append({folder!r})
+import torch
+from hostile_scores import ROWS, expected, hostile
+from dsa_compile.lowering.select import topk_kernel
+from dsa_compile.lowering.select.topk import Plan, launch, plan
+
+guess, tries = topk_kernel._bracket, []
+
+def counted(*arguments):
+    tries.append(arguments)
+    return guess(*arguments)
+
+topk_kernel._bracket = counted
+kinds = "all equal", "few numbers in -inf", "half zero", "down", "periods", "runs", "the best side by side"
+scores = hostile(20001)[[list(ROWS).index(kind) for kind in kinds]]
+visible = torch.tensor([[9, 20000]] * len(kinds)).int()
+out = torch.empty(len(kinds), 2048).int()
+launch(scores, visible, out, Plan(plan(4096, 20001, 2048, 132).config, splits=1, lists=2))
+assert torch.equal(out, expected(scores, visible, 2048))
+assert len(tries) == len(kinds), len(tries)
+print("right")
+"""
+
+
+def test_hostile_rows_are_guessed_at_once(tmp_path):
+    assert "right" in hopper.interpreted(GUESSES.format(folder=str(Path(__file__).parent)), tmp_path)
