@@ -69,7 +69,7 @@ class Config:
 
 
 _HOPPER = {
-    "fp8 decode": Config(64, 256, 8, 3),
+    "fp8 decode": Config(64, 128, 4, 3),
     "fp8 prefill": Config(128, 64, 4, 3, 128),
     "fp8 long prefill": Config(256, 64, 8, 4, 128),
     "16-bit decode": Config(64, 64, 4, 3),

@@ -163,6 +163,7 @@ def score(
             splits,
             PAGE=0 if block_table is None else index_keys.shape[1],
             FAR=index_keys.shape[whole] * index_keys.stride(whole) >= 2**31,
+            EARLY=q.is_cuda and block_table is None,
             **constants,
         )
 

@@ -14,6 +14,14 @@ NEVER = tl.constexpr(float("-inf"))
 
 
 @triton.jit
+def _fetch(pointers):
+    """Ask for lines before what they hold is needed, and wait for nothing."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def score(
     Q,
     WEIGHTS,
@@ -49,11 +57,13 @@ def score(
     STAGES: tl.constexpr,
     PAGE: tl.constexpr,
     FAR: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Scores of QUERIES rows of one sequence, every ``splits``-th tile of BLOCK_N keys.
 
     Row r of OUT is row ``first_row + r`` of the call, in float32; only what is visible is written. Rows that see at
-    most K slots are left out: their selection needs no score.
+    most K slots are left out: their selection needs no score. EARLY: ask for a program's first keys before it is known
+    which are visible; of contiguous keys, and not under the interpreter.
     """
     FP8: tl.constexpr = KEYS.dtype.element_ty == tl.float8e4nv
     split = tl.program_id(0) % splits
@@ -72,6 +82,9 @@ def score(
     w = tl.load(w_rows + head, mask=real, other=0.0).to(tl.float32) * scale
     t = block % blocks * QUERIES + tl.arange(0, QUERIES)
     row = b * T + t
+    if EARLY:
+        ahead = tl.maximum(tl.minimum(split * BLOCK_N + tl.arange(0, BLOCK_N), S - 1), 0)
+        _fetch(KEYS + b.to(tl.int64) * page_stride + ahead.to(tl.int64) * slot_stride)
     start = tl.maximum(tl.load(VISIBLE + 2 * row, mask=t < T, other=0), 0)
     end = tl.minimum(tl.load(VISIBLE + 2 * row + 1, mask=t < T, other=0), S)
     scored = end - start > K

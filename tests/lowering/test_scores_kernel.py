@@ -57,7 +57,7 @@ def test_a_program_takes_no_more_rows_than_fit(most, queries):
 
 @pytest.mark.parametrize(
     ("batch", "queries", "slots", "parts"),
-    [(1, 1, 32768, 128), (1, 1, 131072, 264), (8, 1, 32768, 33), (128, 1, 32768, 2), (1, 4096, 8192, 1)],
+    [(1, 1, 32768, 256), (1, 1, 131072, 264), (8, 1, 32768, 33), (128, 1, 32768, 2), (1, 4096, 8192, 1)],
 )
 def test_keys_are_dealt_out_until_the_device_is_full(batch, queries, slots, parts):
     one = call(batch=batch, queries=queries, slots=slots)
@@ -70,7 +70,7 @@ def compile_for(one, folder, page=0):
     from dsa_compile.lowering.select import scores_kernel
 
     config = configs.config(one, H200)
-    sizes = config.constants(one, config.queries(one, 1 << 20)) | {"PAGE": page, "FAR": False}
+    sizes = config.constants(one, config.queries(one, 1 << 20)) | {"PAGE": page, "FAR": False, "EARLY": page == 0}
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in sizes}
     values = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*fp8e4nv"}
     pointers = {"Q": values[one.dtype], "KEYS": values[one.keys_dtype], "WEIGHTS": "*fp32", "KEY_SCALES": "*fp32"}
@@ -86,6 +86,7 @@ def test_measured_configurations_spill_nothing_and_use_tensor_cores(keys, querie
     assert made.shared <= hopper.SHARED
     assert ("e4m3.e4m3" if keys == torch.uint8 else "bf16.bf16") in made.ptx
     assert "wgmma.mma_async" in made.ptx
+    assert made.ptx.index("prefetch.global.L2") < made.ptx.index("wgmma.mma_async")
 
 
 @pytest.mark.parametrize(
