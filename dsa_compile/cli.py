@@ -276,32 +276,47 @@ def attention(
     out: Out = None,
 ) -> None:
     """Check sparse MLA attention against float64 on a GPU, then time it; exits with 1 if a result is wrong."""
-    _bench("attention", case, out, lowering=lowering)
+    _bench("attention", out, names=case or None, lowering=lowering)
 
 
 @bench_app.command()
 def indexer(case: Cases = None, out: Out = None) -> None:
     """Check index scores against float64 on a GPU, then time them; exits with 1 if a result is wrong."""
-    _bench("indexer", case, out)
+    _bench("indexer", out, names=case or None)
 
 
 @bench_app.command()
 def topk(case: Cases = None, out: Out = None) -> None:
     """Check the top-k of index scores on a GPU, then time it beside torch.topk; exits with 1 if a result is wrong."""
-    _bench("topk", case, out)
+    _bench("topk", out, names=case or None)
 
 
 @bench_app.command()
 def select(case: Cases = None, out: Out = None) -> None:
     """Check the selection of tokens against float64 on a GPU, then time it; exits with 1 if a result is wrong."""
-    _bench("select", case, out)
+    _bench("select", out, names=case or None)
 
 
-def _bench(name: str, cases: list[str] | None, out: Path | None, **options: str) -> None:
+@bench_app.command("plan")
+def bench_plan(
+    slice: Annotated[list[str] | None, typer.Option(help="deepseek_v32 or glm_moe_dsa; repeat for several.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeat for several.", min=1)] = None,
+    context: Annotated[list[int] | None, typer.Option(help="Tokens of a sequence; repeat for several.", min=2)] = None,
+    plan: Annotated[list[str] | None, typer.Option(help="A selection plan; repeat for several.")] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the slice.", min=3)] = 32,
+    experts: Annotated[bool, typer.Option(help="32 real experts a layer instead of a dense MLP.")] = False,
+    out: Out = None,
+) -> None:
+    """Time decode steps of a slice of a large model under selection plans; exits with 1 if overlap changes a bit."""
+    given = {"slices": slice, "batches": batch, "contexts": context, "plans": plan}
+    _bench("plan", out, layers=layers, experts=experts, **{name: value for name, value in given.items() if value})
+
+
+def _bench(name: str, out: Path | None, **options: Any) -> None:
     with one_line_errors():
         _check_out(out)
         run = getattr(importlib.import_module(f"dsa_compile.bench.{name}"), name)
-        figures = run(cases or None, out=out, **options)
+        figures = run(out=out, **options)
     if figures["wrong"]:
         raise typer.Exit(1)
 
