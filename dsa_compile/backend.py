@@ -9,9 +9,10 @@ from torch._dynamo.backends.registry import _BACKENDS, register_backend
 from torch.fx import GraphModule
 
 import dsa_compile.lowering
-from dsa_compile import compat, report
+from dsa_compile import compat, programs, report
 from dsa_compile.config import DSAConfig
 from dsa_compile.passes.base import is_dsa_op
+from dsa_compile.passes.overlap_indexer import started_programs
 from dsa_compile.passes.pipeline import rewrite
 
 
@@ -46,6 +47,8 @@ def dsa_backend(
     if config.lowering == "eager":
         return gm.forward
     dsa_compile.lowering.register_inductor()
+    for name, inputs in started_programs(gm.graph).items():
+        programs.compile_program(name, inputs)
     patches = {
         **compat.mode_options(config.mode),
         "post_grad_custom_post_pass": compat.identity_pass(cache_key(config)),

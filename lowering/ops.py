@@ -42,13 +42,12 @@ SCHEMAS = {
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor? visible, Tensor? mask, int index_topk, float scale, "
         "int budget, Tensor? block_table=None, Tensor? index_scales=None) -> Tensor"
     ),
-    # `select` in two halves: what runs between them may run beside it. The first returns what `select` will have
-    # written when the second has run, which names all tensors that the first reads, so that nobody reuses them before.
-    "select_start": (
-        "(Tensor q, Tensor weights, Tensor index_keys, Tensor? visible, Tensor? mask, int index_topk, float scale, "
-        "int budget, Tensor? block_table=None, Tensor? index_scales=None) -> Tensor"
-    ),
-    "select_wait": "(Tensor(a!) topk_indices, Tensor[] reads) -> ()",
+    # A program that ends in `select`, in two halves: what runs between them may run beside it. It takes ``writes``,
+    # which it changes, ``gate`` and ``reads``. The first half returns what the program will have returned when the
+    # second has run, which names what the graph computed for the program, so that nobody reuses it before. Both are
+    # said to change ``gate``, and do not: what reads it later stays behind them.
+    "select_start": ("(Tensor(a!)[] writes, Tensor(b!) gate, Tensor[] reads, str program, int index_topk) -> Tensor"),
+    "select_wait": "(Tensor(a!) topk_indices, Tensor(b!) gate, Tensor[] held) -> ()",
     # Exact selection by the head-mean attention of the layer itself -> topk_indices int32[B, T, K].
     "select_attention": (
         "(Tensor q, Tensor c_kv, Tensor k_pe, Tensor kv_b_weight, Tensor? visible, Tensor? mask, int nope, "
@@ -122,7 +121,6 @@ def _mla_backward(
 
 
 @torch.library.register_fake("dsa::select")
-@torch.library.register_fake("dsa::select_start")
 def _select(
     q: Tensor,
     weights: Tensor,
@@ -141,8 +139,13 @@ def _select(
     return q.new_empty(q.shape[0], q.shape[1], index_topk, dtype=torch.int32)
 
 
+@torch.library.register_fake("dsa::select_start")
+def _select_start(writes: list[Tensor], gate: Tensor, reads: list[Tensor], program: str, index_topk: int) -> Tensor:
+    return gate.new_empty(gate.shape[0], gate.shape[1], index_topk, dtype=torch.int32)
+
+
 @torch.library.register_fake("dsa::select_wait")
-def _select_wait(topk_indices: Tensor, reads: list[Tensor]) -> None:
+def _select_wait(topk_indices: Tensor, gate: Tensor, held: list[Tensor]) -> None:
     return None
 
 

@@ -20,6 +20,7 @@ LEVELS = {
     "dsa_compile.report": 0,
     "dsa_compile.cost": 1,
     "dsa_compile.compat": 1,
+    "dsa_compile.programs": 1,
     "dsa_compile.lowering.ops": 1,
     "dsa_compile.lowering.fp8_keys": 1,
     "dsa_compile.lowering.fp8_rows": 1,

@@ -34,7 +34,7 @@ def test_every_plan_runs_at_every_context(tiny, tmp_path):
     indexers = {row["plan"]: row["indexers"] for row in setting["rows"]}
     assert indexers == {"own": 3, ONCE: 1, "mli": 2, IN_TURN: 2, "share:1/2": 2}
     assert all(row["us"] == {"20": 12.5, "30": 12.5} for row in setting["rows"])
-    assert "0.012 1.00x" in result.stdout
+    assert result.stdout.count("1.00x") == 10
 
 
 def test_overlap_that_changes_a_bit_is_wrong(tiny, monkeypatch, tmp_path):

@@ -188,13 +188,23 @@ def test_a_plan_that_does_not_fit_leaves_the_model_alone(case, fields, words, de
     assert (type(model), {type(m) for m in model.modules()}) == before
 
 
-@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_decoding_scores_beside_attention_what_a_later_layer_reads(lowering, device, graphs):
+@pytest.mark.parametrize(
+    ("case", "lowering"),
+    [
+        ("deepseek_v32", "eager"),
+        ("deepseek_v3", "eager"),
+        pytest.param("deepseek_v32", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_decoding_scores_beside_attention_what_a_later_layer_reads(case, lowering, device, graphs):
     ids, greedy = token_ids(2, 3 * TOPK, device), {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
-    serial = optimized("deepseek_v32", device, plan="mli", disable_passes=["overlap_indexer"])
+    chosen = {"plan": "mli", "index_topk": TOPK}
+    if case == "deepseek_v3":
+        chosen |= {"selector": "indexer", "indexer": "random", "index_n_heads": 4, "index_head_dim": 16}
+    serial = optimized(case, device, **chosen, disable_passes=["overlap_indexer"])
     want = serial.generate(ids, **greedy)
     graphs.clear()
-    assert torch.equal(optimized("deepseek_v32", device, lowering, plan="mli").generate(ids, **greedy), want)
+    assert torch.equal(optimized(case, device, lowering, **chosen).generate(ids, **greedy), want)
     prefill, decode = graphs
     for gm, started in ((prefill, 0), (decode, 1)):
         assert sum(is_op(n, "select_start") for n in gm.graph.nodes) == started
