@@ -50,6 +50,7 @@ def test_equals_the_stock_model_with_its_selections_rewired(plan, letters, owner
     [
         ("deepseek_v32", "mli", "serial", "FLS"),
         ("deepseek_v32", "mli", "dense", "DLS"),
+        ("deepseek_v32", "mli", "previous_step", "LLS"),
         ("glm_moe_dsa", ["own", "dense", "from:0"], "serial", "FDS"),
     ],
 )
