@@ -303,7 +303,8 @@ class DSACache(Cache):
         self.lengths.seen = torch.cat([self.lengths.seen, valid], 1)
         bound = self.lengths.bound + valid.shape[1]
         self.lengths.bound = bound if bound <= self.capacity else int(self.lengths.valid.max())
-        self.lengths.current = self.lengths.current or bool(valid.any(1).all())
+        if not self.lengths.current and any(d.kept_topk for d in self.dims):  # the question waits for the device
+            self.lengths.current = bool(valid.any(1).all())
 
     def reset(self) -> None:
         super().reset()

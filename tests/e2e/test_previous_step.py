@@ -8,6 +8,7 @@ import torch
 from cases import TOPK, assert_rows_equal, left_padded, optimized, stock, token_ids
 from oracles import rewired
 
+import dsa_compile
 from dsa_compile.cache import DSACache
 from dsa_compile.passes.base import is_op
 
@@ -85,6 +86,18 @@ def test_calls_of_any_length_are_one_call(model, graphs, device):
     assert len(graphs) <= 3
 
 
+@pytest.mark.slow
+def test_compiled_is_eager(model, ids, device):
+    compiled = optimized("deepseek_v32", device, "inductor", plan="mli", layer0="previous_step")
+    ours, theirs = compiled.make_cache(2, 64), model.make_cache(2, 64)
+    for part in ids.split([LENGTH - 3, 1, 1, 3], 1):
+        assert_rows_equal(following(compiled, part, ours), following(model, part, theirs))
+    for cache in (ours, theirs):
+        cache.crop(-1)
+    assert_rows_equal(following(compiled, ids[:, -1:], ours), following(model, ids[:, -1:], theirs))
+    assert torch.equal(ours.layers[0].kept, theirs.layers[0].kept)
+
+
 def reordered(cache, path):
     cache.reorder_cache(torch.tensor([1, 0], device=cache.device))
     return cache
@@ -148,3 +161,10 @@ def test_where_the_token_before_is_another_the_first_layer_waits_for_its_own(cha
     assert_rows_equal(following(model, ids[:, -1:], filled), want)
     assert (before - want).abs().max() > 1e-2
     assert filled.lengths.current
+
+
+def test_without_a_backend_nothing_is_kept(ids, device):
+    plain = dsa_compile.prepare(copy.deepcopy(stock("deepseek_v32", device)), plan="mli", layer0="previous_step")
+    cache = plain.make_cache(2, 64)
+    following(plain, ids, cache)
+    assert not cache.lengths.current
