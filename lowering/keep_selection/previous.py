@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def previous_rows(topk_indices: Tensor, kept: Tensor | None, visible: Tensor) -> Tensor:
-    """`with_own_slot` of each row's token before, which for the first row of a sequence is that of ``kept``.
+    """`with_own_slot` of what each row's token before selected: a row of the same call, or for its first row ``kept``.
 
     Args:
         topk_indices: int32[B, T, K], what the rows selected themselves.
