@@ -19,9 +19,10 @@ from dsa_compile.errors import CacheCapacityError, CacheError
 from dsa_compile.lowering.fp8_keys import WIDTH_STEP
 from dsa_compile.lowering.fp8_rows import row_bytes
 
-_FORMAT = "dsa_compile.cache.v3"
-_READABLE = (_FORMAT, "dsa_compile.cache.v2", "dsa_compile.cache.v1")
-"""v2 is v3 without the key ``index_keys``: no index key was in fp8; v1 lacks ``latents`` too: no pool was."""
+_FORMAT = "dsa_compile.cache.v4"
+_READABLE = (_FORMAT, "dsa_compile.cache.v3", "dsa_compile.cache.v2", "dsa_compile.cache.v1")
+"""v3 is v4 without kept selections, v2 is v3 without the key ``index_keys``: no index key was in fp8; v1 lacks
+``latents`` too: no pool was."""
 
 
 class Lengths:
@@ -39,6 +40,8 @@ class Lengths:
         self.slots: Tensor | None = None
         self.bound = 0
         """Host-side upper bound of ``valid``."""
+        self.current = True
+        """Whether the selections that layers keep are of the last token of every sequence that has one."""
 
     @property
     def padded(self) -> int:
@@ -51,6 +54,7 @@ class Lengths:
     def drop(self, columns: int) -> None:
         """Forget the last ``columns`` padded columns."""
         keep = max(self.padded - columns, 0)
+        self.current = keep == 0 or (self.current and keep == self.padded)
         self.valid = self.valid - self.seen[:, keep:].sum(1)
         self.seen = self.seen[:, :keep]
 
@@ -60,7 +64,8 @@ class DSACacheLayer(CacheLayerMixin):
 
     With ``fp8`` latents are rows uint8[B, S, bytes] of `dsa_compile.lowering.fp8_rows`. With ``fp8_keys`` index keys
     are uint8 codes of `dsa_compile.lowering.fp8_keys`, and ``index_scales`` float32[B, S], else None, lies beside them.
-    ``dtype`` is the model's still.
+    ``dtype`` is the model's still. ``kept`` int32[B, K], else None: where ``LayerDims.kept_topk`` says so, the
+    selection of each sequence's last token.
     """
 
     is_compileable = False  # generate must hand the 2-D mask to the guard as it is, and leave compiling to it
@@ -96,6 +101,8 @@ class DSACacheLayer(CacheLayerMixin):
         self.latent = pool(width, dtype=torch.uint8 if fp8 else dtype)
         self.index_keys = pool(index_width, dtype=torch.uint8 if fp8_keys else dtype)
         self.index_scales = pool(dtype=torch.float32) if fp8_keys else None
+        kept = self.latent.new_zeros(self.batch_size, dims.kept_topk, dtype=torch.int32)
+        self.kept = kept if dims.kept_topk else None
         self.is_initialized = True
 
     def pools(self) -> dict[str, Tensor]:
@@ -106,6 +113,8 @@ class DSACacheLayer(CacheLayerMixin):
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
         for name, pool in self.pools().items():
             setattr(self, name, change(pool))
+        if self.kept is not None:
+            self.kept = change(self.kept)
 
     @property
     def batch_size(self) -> int:
@@ -117,6 +126,8 @@ class DSACacheLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append latents ``[B, 1, T, R]`` and rope keys ``[B, 1, T, P]``; returns the latent pool, twice."""
         self._write(key_states[:, 0], value_states[:, 0], None)
+        if self.kept is not None:
+            torch.ops.dsa.keep_selection.default(self.kept, self._slots(), None, self.lengths.current)
         return self.latent, self.latent
 
     def update_indexer(self, index_key: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -171,6 +182,8 @@ class DSACacheLayer(CacheLayerMixin):
         for pool in self.pools().values():
             used = pool[:, : self.lengths.bound]
             used.copy_(used.index_select(0, beam_idx.to(pool.device)))
+        if self.kept is not None:
+            self.kept.copy_(self.kept.index_select(0, beam_idx.to(self.kept.device)))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Nothing: rows behind a sequence's length are never visible."""
@@ -290,6 +303,8 @@ class DSACache(Cache):
         self.lengths.seen = torch.cat([self.lengths.seen, valid], 1)
         bound = self.lengths.bound + valid.shape[1]
         self.lengths.bound = bound if bound <= self.capacity else int(self.lengths.valid.max())
+        if not self.lengths.current and any(d.kept_topk for d in self.dims):  # the question waits for the device
+            self.lengths.current = bool(valid.any(1).all())
 
     def reset(self) -> None:
         super().reset()
@@ -320,9 +335,11 @@ class DSACache(Cache):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the used part to a safetensors file, whole or not at all."""
         used = int(self.lengths.valid.max()) if self.lengths.padded else 0
-        tensors = {"valid": self.lengths.valid, "seen": self.lengths.seen}
+        tensors = {"valid": self.lengths.valid, "seen": self.lengths.seen.contiguous()}
         for i, layer in enumerate(self.layers):
             tensors |= {f"layers.{i}.{name}": pool[:, :used].contiguous() for name, pool in layer.pools().items()}
+            if layer.kept is not None and self.lengths.current:
+                tensors[f"layers.{i}.kept"] = layer.kept
         metadata = {
             "format": _FORMAT,
             "dims": json.dumps([asdict(d) for d in self.dims]),
@@ -380,6 +397,10 @@ class DSACache(Cache):
         for i, layer in enumerate(cache.layers):
             for name, pool in layer.pools().items():
                 pool[:, :used] = tensors[f"layers.{i}.{name}"]
+            if layer.kept is not None and (kept := tensors.get(f"layers.{i}.kept")) is not None:
+                layer.kept.copy_(kept)
+            elif layer.kept is not None:
+                cache.lengths.current = False
         cache.lengths.valid.copy_(tensors["valid"])
         cache.lengths.seen = tensors["seen"].to(device)
         cache.lengths.bound = used

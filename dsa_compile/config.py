@@ -88,7 +88,8 @@ class DSAConfig(_Options):
         index_head_dim: dimension of an index head of a ``"random"`` indexer.
         plan: whose selection each layer attends to, and so which layers run an indexer; see `dsa_compile.plan.plan_of`.
             None: as the model is.
-        layer0: under MLI, whether layer 0 waits for its own selection (``"serial"``) or attends to all (``"dense"``).
+        layer0: under MLI, whether layer 0 waits for its own selection (``"serial"``), attends to all (``"dense"``), or
+            to what it selected for the token before, and to the new token (``"previous_step"``).
         evaluation: a file that ``dsa-compile eval --out`` wrote of this model, selector, K and plan: no warning then.
         cache: how ``generate`` makes caches.
         select_budget: bytes of scores that a selection may hold at once.

@@ -49,7 +49,11 @@ class IndexerDims:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDims:
-    """Sizes of one MLA layer as its cache and cost see them; ``indexer`` is None where it owns no index keys."""
+    """Sizes of one MLA layer as its cache and cost see them.
+
+    ``indexer`` is None where it owns no index keys. ``kept_topk``: K where the layer attends to the selection of the
+    token before, which its cache then keeps; else 0.
+    """
 
     n_heads: int
     kv_lora_rank: int
@@ -57,6 +61,7 @@ class LayerDims:
     qk_rope_head_dim: int
     v_head_dim: int
     indexer: IndexerDims | None = None
+    kept_topk: int = 0
 
     @property
     def latent_width(self) -> int:

@@ -80,9 +80,11 @@ class Evaluation:
             table.add_column(name, justify="right")
         columns = [self.own.mass, self.plan.mass, self.own.overlap, self.plan.overlap]
         for layer, source in enumerate(self.sources):
-            shown = "everything" if source is None else "its own" if source == layer else f"layer {source}"
+            letter = self.plan.letters[layer]
+            own = "its own" if letter == "F" else "its own, a token late"
+            shown = "everything" if source is None else own if source == layer else f"layer {source}"
             cells = [_share(column[layer]) for column in columns]
-            table.add_row(str(layer), self.plan.letters[layer], shown, *cells)
+            table.add_row(str(layer), letter, shown, *cells)
         table.add_section()
         table.add_row("mean", "", "", *(_share(_mean(column)) for column in columns))
         return table

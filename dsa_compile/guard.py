@@ -101,10 +101,14 @@ class Guard:
         try:
             with torch.no_grad():  # a cache is for inference: its writes have no gradient
                 output = self._run(self.model, _hinted(inputs, tokens))
+        except BaseException:
+            cache.lengths.current = False  # it may have kept selections of tokens that do not count
+            raise
         finally:
             cache.lengths.slots = None
         cache.fingerprint = cache.fingerprint or self.model.dsa.fingerprint
         cache.commit(valid)
+        cache.lengths.current &= self._compile is not None  # without a backend nobody keeps selections
         return output
 
     def _check(self, tokens: Tensor, inputs: dict[str, Any]) -> None:

@@ -11,11 +11,18 @@ from typing import Any
 
 from dsa_compile.errors import ConfigError
 
-LAYER0 = ("serial", "dense")
-"""What layer 0, which has none before it, attends to: its own selection, or every visible token."""
+LAYER0 = ("serial", "dense", "previous_step")
+"""What layer 0, which has none before it, attends to.
 
-FORMS = "own, model, mli, share:1/4, share:FSSS..., mli+share:1/4, or a list of own, previous, from:j and dense"
-UNMARKED, EVERYTHING = -1, -2
+Its own selection; every visible token; or its own selection of the token before and the new token, so that it waits for
+nothing either.
+"""
+
+FORMS = (
+    "own, model, mli, share:1/4, share:FSSS..., mli+share:1/4, or a list of own, previous, from:j and dense "
+    "(previous_step for layer 0)"
+)
+UNMARKED, EVERYTHING, PREVIOUS_STEP = -1, -2, -3
 """What ``selection_of`` of ``dsa::mla`` says beside the number of a layer."""
 
 DEFAULT_OFFSET = 2
@@ -24,9 +31,13 @@ DEFAULT_OFFSET = 2
 
 @dataclass(frozen=True)
 class Plan:
-    """``sources[i]``: the layer whose selection layer i attends to; None: every visible token."""
+    """``sources[i]``: the layer whose selection layer i attends to; None: every visible token.
+
+    ``previous_step``: layer 0 attends to what it selected for the token before, and to the new token.
+    """
 
     sources: tuple[int | None, ...]
+    previous_step: bool = False
 
     @property
     def owners(self) -> frozenset[int]:
@@ -43,19 +54,27 @@ class Plan:
 
     @property
     def reuses(self) -> bool:
-        """Whether some layer attends to another's selection."""
-        return any(s not in (i, None) for i, s in enumerate(self.sources))
+        """Whether some layer attends to a selection that is not its own of that token."""
+        return self.previous_step or any(s not in (i, None) for i, s in enumerate(self.sources))
 
     def text(self) -> tuple[str, ...]:
         """As an explicit list, which `plan_of` reads back."""
-        return tuple("dense" if s is None else "own" if s == i else f"from:{s}" for i, s in enumerate(self.sources))
+        entries = ["dense" if s is None else "own" if s == i else f"from:{s}" for i, s in enumerate(self.sources)]
+        return ("previous_step", *entries[1:]) if self.previous_step else tuple(entries)
+
+    def mark(self, layer: int) -> int:
+        """What ``selection_of`` of ``dsa::mla`` says of a layer."""
+        if layer == 0 and self.previous_step:
+            return PREVIOUS_STEP
+        source = self.sources[layer]
+        return EVERYTHING if source is None else source
 
     def _letter(self, layer: int) -> str:
         source = self.sources[layer]
         if source is None:
             return "D"
-        runs = layer in self.owners
-        return "F" if runs and source == layer else "L" if runs else "S"
+        runs, late = layer in self.owners, source != layer or self.mark(layer) == PREVIOUS_STEP
+        return "F" if runs and not late else "L" if runs else "S"
 
 
 def plan_of(
@@ -71,9 +90,9 @@ def plan_of(
         wanted: ``"own"`` (or None): as the model is. ``"share:1/4"``: of each 4 layers one runs its indexer, at the
             places of ``index_topk_freq = 4``; ``"share:FSSF"``: a letter a layer. ``"mli"``, alone or joined to a share
             by ``+`` in any order. ``"model"``: what the config says. Or a list: ``"own"``, ``"previous"`` (the layer
-            before), ``"from:j"``, ``"dense"``.
+            before), ``"from:j"``, ``"dense"``, for layer 0 ``"previous_step"``.
         with_indexer: which layers have an indexer; the others share the selection before them.
-        layer0: of `LAYER0`; the latter under ``"mli"`` alone.
+        layer0: of `LAYER0`; the latter two under ``"mli"`` alone.
         model_config: with ``indexer_types``, ``index_topk_pattern``, ``index_topk_freq``, ``index_skip_topk_offset``.
 
     Raises:
@@ -82,7 +101,8 @@ def plan_of(
     """
     layers = len(with_indexer)
     if not isinstance(wanted, (str, type(None))):
-        plan = Plan(tuple(_source(entry, i, with_indexer) for i, entry in enumerate(_of_length(wanted, layers))))
+        sources = tuple(_source(entry, i, with_indexer) for i, entry in enumerate(_of_length(wanted, layers)))
+        plan = Plan(sources, wanted[0] == "previous_step")
     else:
         parts = [part.strip() for part in (wanted or "own").split("+")]
         _check_parts(parts, wanted)
@@ -97,7 +117,7 @@ def plan_of(
         return plan
     if not any(s not in (i, None) and i in plan.owners for i, s in enumerate(plan.sources)):
         raise ConfigError(f"layer0={layer0!r} is for plans with 'mli', whose layer 0 would wait; came plan={wanted!r}.")
-    return Plan((None, *plan.sources[1:]))
+    return Plan((None, *plan.sources[1:])) if layer0 == "dense" else Plan(plan.sources, previous_step=True)
 
 
 def check_name(wanted: Any) -> None:
@@ -200,6 +220,8 @@ def _late(runs: list[bool]) -> tuple[int, ...]:
 def _source(entry: str, layer: int, with_indexer: Sequence[bool]) -> int | None:
     if entry == "dense":
         return None
+    if entry == "previous_step" and layer == 0:
+        return 0
     named = re.fullmatch(r"from:(\d+)", entry)
     if entry not in ("own", "previous") and named is None:
         raise ConfigError(f"plan: layer {layer}: expected own, previous, from:j or dense, came {entry!r}.")

@@ -26,7 +26,7 @@ SCHEMAS = {
     # The canonical attention: q[B, H, T, N+P], c_kv[B, S, R], k_pe[B, S, P], kv_b_weight[H*(N+V), R] -> [B, T, H, V].
     # The next three say what `insert_indexer` makes of it: parameters of an attached indexer as
     # `select.projections.project` takes them (else none), K (0: dense) and the indexer's RoPE layout. The last is for
-    # `plan_selection`: the layer whose selection replaces topk_indices (-1: none does, -2: topk_indices are dropped).
+    # `plan_selection`: the layer whose selection replaces topk_indices, or a mark of `dsa_compile.plan`.
     "mla": (
         "(Tensor q, Tensor c_kv, Tensor k_pe, Tensor kv_b_weight, Tensor? visible, Tensor? mask, "
         "Tensor? topk_indices, int nope, float scale, Tensor[] indexer_params, int index_topk, str index_rope, "
@@ -48,6 +48,10 @@ SCHEMAS = {
     # said to change ``gate``, and do not: what reads it later stays behind them.
     "select_start": ("(Tensor(a!)[] writes, Tensor(b!) gate, Tensor[] reads, str program, int index_topk) -> Tensor"),
     "select_wait": "(Tensor(a!) topk_indices, Tensor(b!) gate, Tensor[] held) -> ()",
+    # Keep of topk_indices int32[B, T, K] each sequence's last row that has a slot in kept int32[B, K], for the token
+    # behind it. A cache names its kept selections without topk_indices, which is nothing yet: `plan_selection` fills
+    # them in. `current`: kept is of the token before the first row, in every sequence.
+    "keep_selection": "(Tensor(a!) kept, Tensor slots, Tensor? topk_indices, bool current) -> ()",
     # Exact selection by the head-mean attention of the layer itself -> topk_indices int32[B, T, K].
     "select_attention": (
         "(Tensor q, Tensor c_kv, Tensor k_pe, Tensor kv_b_weight, Tensor? visible, Tensor? mask, int nope, "
@@ -146,6 +150,11 @@ def _select_start(writes: list[Tensor], gate: Tensor, reads: list[Tensor], progr
 
 @torch.library.register_fake("dsa::select_wait")
 def _select_wait(topk_indices: Tensor, gate: Tensor, held: list[Tensor]) -> None:
+    return None
+
+
+@torch.library.register_fake("dsa::keep_selection")
+def _keep_selection(kept: Tensor, slots: Tensor, topk_indices: Tensor | None, current: bool) -> None:
     return None
 
 

@@ -74,7 +74,7 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(m, "kv_b_proj") and hasattr(m, "kv_a_proj_with_mqa")]
 
 
-def layer_dims(module: Any, indexer: IndexerDims | None) -> LayerDims:
+def layer_dims(module: Any, indexer: IndexerDims | None, kept_topk: int = 0) -> LayerDims:
     """Sizes of one attention module, checked against its weights."""
     dims = LayerDims(
         n_heads=module.num_heads,
@@ -83,6 +83,7 @@ def layer_dims(module: Any, indexer: IndexerDims | None) -> LayerDims:
         qk_rope_head_dim=module.qk_rope_head_dim,
         v_head_dim=module.v_head_dim,
         indexer=indexer,
+        kept_topk=kept_topk,
     )
     expected = (dims.n_heads * (dims.qk_nope_head_dim + dims.v_head_dim), dims.kv_lora_rank)
     weight = getattr(module.kv_b_proj, "weight", None)

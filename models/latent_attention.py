@@ -10,7 +10,6 @@ from transformers.cache_utils import Cache
 
 from dsa_compile.lowering.cache_write.compact import compact_rows
 from dsa_compile.lowering.select.projections import project
-from dsa_compile.plan import EVERYTHING, UNMARKED
 
 ATTENTION_NAME = "dsa_mla"
 """``config._attn_implementation`` of a prepared model."""
@@ -21,8 +20,8 @@ class Selection:
     """What a prepared attention module writes into its ``dsa::mla`` for the passes, set by `prepare`.
 
     ``selector``: "indexer", "attention" or "dense". ``index_topk``: K. ``budget``: bytes of scores at once.
-    ``owned``: some layer attends to the selection of this one. ``source``: the layer whose selection this one attends
-    to, None for every visible token; the layer itself where it is what the model has.
+    ``owned``: some layer attends to the selection of this one. ``mark``: what this one attends to
+    (`dsa_compile.plan.Plan.mark`), UNMARKED where it is what the model has.
     """
 
     selector: str
@@ -30,7 +29,7 @@ class Selection:
     index_rope: str
     budget: int
     owned: bool
-    source: int | None
+    mark: int
 
 
 class LatentAttention(nn.Module):
@@ -149,16 +148,9 @@ def mla_attention(
         indexer_parameters(module.indexer) if attached else [],
         selection.index_topk if inserted else 0,
         selection.index_rope,
-        _mark(selection.source, module.layer_idx),
+        selection.mark,
     )
     return output, None
-
-
-def _mark(source: int | None, layer: int) -> int:
-    """``selection_of`` of ``dsa::mla`` for a layer that attends to the selection of ``source``."""
-    if source is None:
-        return EVERYTHING
-    return UNMARKED if source == layer else source
 
 
 AttentionInterface.register(ATTENTION_NAME, mla_attention)

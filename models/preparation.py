@@ -25,7 +25,7 @@ from dsa_compile.models.indexer import (
 )
 from dsa_compile.models.latent_attention import ATTENTION_NAME, Selection
 from dsa_compile.models.prepared import EVALUATION, Preparation, PreparedModel
-from dsa_compile.plan import Plan, plan_of
+from dsa_compile.plan import PREVIOUS_STEP, UNMARKED, Plan, plan_of
 from dsa_compile.record import read_record
 
 RANDOM_SEED = 0
@@ -51,8 +51,12 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
     plan, own = _plans(selector, indexers, config, model.config)
     owned = [indexer if i in plan.owners else None for i, indexer in enumerate(indexers)]
     dims = tuple(
-        layer_dims(a, _indexer_dims(a, indexer) if selector == "indexer" else None)
-        for a, indexer in zip(attentions, owned)
+        layer_dims(
+            attention,
+            _indexer_dims(attention, indexer) if selector == "indexer" else None,
+            index_topk if plan.mark(layer) == PREVIOUS_STEP else 0,
+        )
+        for layer, (attention, indexer) in enumerate(zip(attentions, owned))
     )
     rotate = config.cache.rotate_index and selector == "indexer"
     rotations = [_rotation(indexer) if rotate and indexer is not None else None for indexer in indexers]
@@ -82,7 +86,7 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
             index_rope=family.rope_layout(model.config),
             budget=config.select_budget,
             owned=layer in plan.owners,
-            source=layer if plan.sources[layer] == own.sources[layer] else plan.sources[layer],
+            mark=UNMARKED if plan.mark(layer) == own.mark(layer) else plan.mark(layer),
         )
         attention.selection = selection
         if indexer is not None:

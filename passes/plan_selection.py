@@ -15,6 +15,17 @@ After::
     out_2 = dsa.mla(..., topk_1, ...)
 
 The projections of a dropped selection go with it. Without a plan the graph stays as it is.
+
+Where layer 0 attends to the selection of the token before, with ``layer0="previous_step"``, before::
+
+    dsa.keep_selection(kept, slots, None, True)
+    topk_0 = dsa.select(...);  out_0 = dsa.mla(..., topk_0, ...)
+
+and after, where a call brings one token::
+
+    topk_0 = dsa.select(...);  out_0 = dsa.mla(..., with_own_slot(kept, visible), ...)
+    ...
+    dsa.keep_selection(kept, slots, topk_0, True)
 """
 
 import re
@@ -25,25 +36,28 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dsa_compile.errors import ConfigError
+from dsa_compile.lowering.keep_selection.previous import previous_rows, with_own_slot
 from dsa_compile.passes.base import (
     Context,
     GraphPass,
     Refused,
     arguments,
     attention_path,
+    emit,
     erase_dead,
     is_op,
     set_arguments,
+    value_of,
 )
-from dsa_compile.plan import EVERYTHING, UNMARKED, Plan, plan_of
+from dsa_compile.plan import EVERYTHING, PREVIOUS_STEP, UNMARKED, Plan, plan_of
 
 
 @dataclass(frozen=True)
 class _Match:
-    """``topk`` is None where the layer attends to everything."""
+    """``mark``: as `Plan.mark`. ``topk``: the selection that it names, None where the layer attends to everything."""
 
     mla: Node
-    source: int | None
+    mark: int
     topk: Node | None
 
 
@@ -80,27 +94,33 @@ class PlanSelection(GraphPass):
 
     def match(self, node: Node, context: Context) -> _Match:
         args = arguments(node)
-        source, topk = args["selection_of"], args["topk_indices"]
-        if source == EVERYTHING:
-            source = None
-        elif source == UNMARKED:
+        mark, topk = args["selection_of"], args["topk_indices"]
+        if mark == UNMARKED:
             if context.config.plan in (None, "own"):
                 raise Refused("attends to the selection that the model gives it", node)
-            source = _plan(node.graph, context).sources[_layer(node)]
-        if source is None:
+            mark = _plan(node.graph, context).mark(_layer(node))
+        if mark == EVERYTHING:
             if topk is None:
                 raise Refused("attends to everything already", node)
-            return _Match(node, None, None)
+            return _Match(node, mark, None)
+        source = _layer(node) if mark == PREVIOUS_STEP else mark
         wanted = next((n for n in _selections(node.graph) if _layer(n) == source), None)
         if wanted is None:
             raise Refused(f"layer {source} has no selection to attend to", node)
-        if topk is wanted:
+        if mark == PREVIOUS_STEP:
+            if topk is not wanted:
+                raise Refused("attends to the selection of the token before already", node)
+            if args["visible"] is None:
+                raise Refused("which token a row is, a mask does not say: its own selection stays", node)
+        elif topk is wanted:
             raise Refused(f"attends to the selection of layer {source} already", node)
-        return _Match(node, source, wanted)
+        return _Match(node, mark, wanted)
 
     def rewrite(self, graph: Graph, match: _Match, context: Context) -> str:
+        if match.topk is not None and match.mark == PREVIOUS_STEP:
+            return _attend_a_token_late(graph, match.mla, match.topk)
         set_arguments(match.mla, topk_indices=match.topk)
-        return "attends to everything" if match.topk is None else f"attends to the selection of layer {match.source}"
+        return "attends to everything" if match.topk is None else f"attends to the selection of layer {match.mark}"
 
 
 def _selections(graph: Graph) -> list[Node]:
@@ -128,6 +148,24 @@ def _plan(graph: Graph, context: Context) -> Plan:
     if not any(with_indexer):
         raise Refused("no layer has a selection", mlas[0])
     return plan_of(wanted, with_indexer, layer0=context.config.layer0)
+
+
+def _attend_a_token_late(graph: Graph, mla: Node, topk: Node) -> str:
+    """Let ``mla`` attend to what ``topk`` is for the token before, and keep ``topk`` for the next one."""
+    keepers = graph.find_nodes(op="call_function", target=torch.ops.dsa.keep_selection.default)
+    keeper = next((n for n in keepers if _layer(n) == _layer(mla)), None)
+    kept = arguments(keeper)["kept"] if keeper is not None and arguments(keeper)["current"] else None
+    visible = arguments(mla)["visible"]
+    if kept is not None and value_of(topk).shape[1] == 1:
+        late = emit(graph, mla, lambda kept, visible: with_own_slot(kept.unsqueeze(1), visible), kept, visible)
+    else:
+        late = emit(graph, mla, previous_rows, topk, kept, visible)
+    set_arguments(mla, topk_indices=late)
+    if keeper is not None:
+        set_arguments(keeper, topk_indices=topk)
+        graph.find_nodes(op="output")[0].prepend(keeper)  # at the end, so that what is selected has until then
+    known = "the first row to its own" if kept is None else "the first row to the one that the cache kept"
+    return f"attends to its own selection of the token before, {known}"
 
 
 def _drop(graph: Graph, topk: Node) -> None:

@@ -70,6 +70,19 @@ def best(scores: list[float], allowed: list[int], index_topk: int) -> list[int]:
     return picked + [-1] * (index_topk - len(picked))
 
 
+def a_token_late(own: list[int], before: list[int] | None, start: int, end: int) -> list[int]:
+    """What a row of slot ``end - 1`` attends to that selected ``own``, when the token before selected ``before``.
+
+    Those and its own slot; of K the second goes. Where nobody knows what the token before selected, its own selection.
+    """
+    if end <= start or before is None:
+        return own
+    picked = [slot for slot in before if slot >= 0] if end - 1 > start else []
+    if len(picked) == len(own):
+        picked.pop(min(1, len(own) - 1))
+    return picked + [end - 1] + [-1] * (len(own) - len(picked) - 1)
+
+
 def index_score(q: Tensor, weights: Tensor, key: Tensor, scale: float) -> float:
     """One query [HI, DI] with head weights [HI] against one key [DI]."""
     return sum(float(w) * max(0.0, scale * float(head @ key)) for head, w in zip(q, weights))

@@ -1,6 +1,7 @@
 """Second derivations that optimized models are held against."""
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,8 +47,11 @@ def topk_oracle(model: nn.Module, index_topk: int) -> Any:
     return twin
 
 
-def rewired(model: nn.Module, sources: Sequence[int]) -> Any:
-    """A stock copy in which the indexer of layer i answers with the selection that layer ``sources[i]`` made."""
+def rewired(model: nn.Module, sources: Sequence[int], previous_step: bool = False) -> Any:
+    """A stock copy in which the indexer of layer i answers with the selection that layer ``sources[i]`` made.
+
+    ``previous_step``: that of layer 0 answers with what it selected for the token before, and the token.
+    """
     twin: Any = copy.deepcopy(model)
     made: dict[int, Any] = {}
     for layer, source in zip(twin.model.layers, sources):
@@ -55,7 +59,21 @@ def rewired(model: nn.Module, sources: Sequence[int]) -> Any:
 
         def answer(*args, own=indexer.forward, layer=layer.self_attn.layer_idx, source=source, **kwargs):
             made[layer] = own(*args, **kwargs)
-            return made[source]
+            return _a_token_late(made[0]) if previous_step and layer == 0 else made[source]
 
         indexer.forward = answer
     return twin
+
+
+def _a_token_late(selection: Tensor) -> Tensor:
+    """[B, T, K] of unpadded sequences from position 0 on: of each row the row before, and the row's own position.
+
+    Of K positions the second lowest goes; places that are left repeat the row's own.
+    """
+    late = torch.empty_like(selection)
+    for b, t in itertools.product(*map(range, selection.shape[:2])):
+        seen = sorted(s for s in selection[b, t - 1].tolist() if s < t) if t else []
+        if len(seen) == selection.shape[2]:
+            del seen[1]
+        late[b, t] = torch.tensor(seen + [t] * (selection.shape[2] - len(seen)))
+    return late

@@ -34,7 +34,11 @@ LEVELS = {
 }
 """A module not named here has the level of its folder; of the modules in dsa_compile itself those are the top, 5."""
 
-MATHS = {"dsa_compile.lowering.cache_write.compact", "dsa_compile.lowering.select.projections"}
+MATHS = {
+    "dsa_compile.lowering.cache_write.compact",
+    "dsa_compile.lowering.keep_selection.previous",
+    "dsa_compile.lowering.select.projections",
+}
 """Plain torch functions of `lowering` that passes and models may use; of everything else they know the op's name."""
 
 

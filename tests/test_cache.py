@@ -18,7 +18,8 @@ from dsa_compile.lowering.fp8_rows import unpack
 
 PLAIN = LayerDims(n_heads=2, kv_lora_rank=3, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4)
 INDEXED = LayerDims(**{**vars(PLAIN), "indexer": IndexerDims(n_heads=2, head_dim=16)})
-DIMS = (INDEXED, PLAIN)
+KEEPING = LayerDims(**{**vars(INDEXED), "kept_topk": 1})
+DIMS = (KEEPING, PLAIN)
 CAPACITY = 24
 
 
@@ -28,7 +29,10 @@ def make(device, batch_size=2, capacity=CAPACITY, dtype=torch.float32, fp8_keys=
 
 
 def append(cache, numbers, valid):
-    """What a model's call does: row (b, t) holds ``numbers[b, t]`` everywhere, negated in the index keys."""
+    """What a model's call does: row (b, t) holds ``numbers[b, t]`` everywhere, negated in the index keys.
+
+    The selection that the first layer keeps is the number of the last token.
+    """
     slots, _ = cache.plan(valid)
     cache.lengths.slots = slots
     rows = numbers.to(cache.device, cache.dtype)[..., None]
@@ -36,12 +40,16 @@ def append(cache, numbers, valid):
         cache.update(rows.expand(-1, -1, 3)[:, None], rows.expand(-1, -1, 2)[:, None], layer)
         if dims.indexer:
             cache.update_indexer(-rows.expand(-1, -1, dims.indexer.head_dim), layer)
+    torch.ops.dsa.keep_selection(cache.layers[0].kept, slots, rows.nan_to_num().int(), True)
     cache.lengths.slots = None
     cache.commit(valid)
 
 
 def stored(cache):
-    """The numbers of each sequence, after checking that all pools of every layer hold the same."""
+    """The numbers of each sequence, after checking that all pools of every layer hold the same.
+
+    What is kept is of the last token of each, or is said not to be.
+    """
     lengths = cache.lengths.valid.tolist()
     rows = [cache.layers[0].latent[b, :n, 0].tolist() for b, n in enumerate(lengths)]
     for layer in cache.layers:
@@ -52,6 +60,8 @@ def stored(cache):
             _, found, *scales = [pool[b, :n] for pool in layer.pools().values()]
             for one, two in zip((found, *scales), quantise(keys) if scales else (keys,), strict=True):
                 assert torch.equal(one, two)
+    if cache.lengths.current:
+        assert [kept for [kept], row in zip(cache.layers[0].kept.tolist(), rows) if row] == [r[-1] for r in rows if r]
     return rows
 
 
@@ -80,6 +90,7 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self, batch, fp8_keys):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.cache, self.columns, self.next = make(self.device, batch, fp8_keys=fp8_keys), [[] for _ in range(batch)], 1
+        self.cropped = False
 
     def rows(self):
         return [[n for n in columns if n is not None] for columns in self.columns]
@@ -98,16 +109,19 @@ class CacheMachine(RuleBasedStateMachine):
                 append(self.cache, poisoned, valid.to(self.device))
             return
         append(self.cache, poisoned, valid.to(self.device))
+        self.cropped &= not valid.any(1).all()
         for columns, row, kept in zip(self.columns, numbers.tolist(), valid.tolist()):
             columns += [n if k else None for n, k in zip(row, kept)]
 
     @rule(removed=st.integers(0, 9))
     def crop(self, removed):
         self.cache.crop(-removed)
+        self.cropped = removed < len(self.columns[0]) and (self.cropped or removed > 0)
         self.columns = [columns[: max(len(columns) - removed, 0)] for columns in self.columns]
 
     @rule(kept=st.integers(1, 9))
     def crop_to(self, kept):
+        self.cropped |= len(self.columns[0]) > kept
         self.cache.crop(kept)
         self.columns = [columns[:kept] for columns in self.columns]
 
@@ -135,7 +149,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def reset(self):
         self.cache.reset()
-        self.columns = [[] for _ in self.columns]
+        self.columns, self.cropped = [[] for _ in self.columns], False
 
     @rule()
     def offload_and_prefetch(self):
@@ -154,6 +168,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.get_seq_length() == len(self.columns[0])
         assert self.cache.lengths.seen.tolist() == [[n is not None for n in row] for row in self.columns]
         assert max(map(len, self.rows())) <= self.cache.lengths.bound
+        assert self.cache.lengths.current is not self.cropped
 
 
 TestCacheMachine = CacheMachine.TestCase
@@ -386,7 +401,7 @@ def resaved_as(path, version, lacking):
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    assert metadata["format"] == "dsa_compile.cache.v3"
+    assert metadata["format"] == "dsa_compile.cache.v4"
     gone = {name: metadata.pop(name) for name in lacking}
     save_file(tensors, path, metadata | {"format": f"dsa_compile.cache.{version}"})
     return gone
@@ -405,6 +420,22 @@ def test_files_of_the_format_before_index_keys_in_fp8_are_read(device, tmp_path)
     assert resaved_as(tmp_path / "cache", "v2", ["index_keys"]) == {"index_keys": ""}
     loaded = DSACache.load(tmp_path / "cache", device=device)
     assert (read_in_fp8(loaded), loaded.fp8, loaded.fp8_keys) == ([[0, 1, 2], [10, 11, 12]], True, False)
+
+
+def test_files_of_the_format_before_kept_selections_are_read(device, tmp_path):
+    filled_in_fp8(device, fp8_keys=True).save(tmp_path / "cache")
+    resaved_as(tmp_path / "cache", "v3", [])
+    assert DSACache.load(tmp_path / "cache", device=device).fp8_keys
+
+
+@pytest.mark.parametrize("cropped", [False, True])
+def test_a_selection_that_is_of_no_last_token_is_not_saved(device, tmp_path, cropped):
+    cache = filled(device)
+    cache.crop(-cropped)
+    cache.save(tmp_path / "cache")
+    loaded = DSACache.load(tmp_path / "cache", device=device)
+    assert loaded.lengths.current is not cropped
+    assert stored(loaded) == stored(cache)
 
 
 def test_sizes_without_fp8_rows_are_refused(device):

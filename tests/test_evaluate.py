@@ -102,11 +102,12 @@ def test_a_needle_is_recalled_where_greedy_decoding_begins_with_its_code(texts, 
 
 
 def test_tables_and_file_say_what_was_measured(texts, device, invented, tmp_path):
-    found = dsa_compile.evaluate_plan(stock("deepseek_v32", device), texts, needles=0, plan="mli")
+    fields = {"needles": 0, "plan": "mli", "layer0": "previous_step"}
+    found = dsa_compile.evaluate_plan(stock("deepseek_v32", device), texts, **fields)
     found.save(tmp_path / "mli.json")
     record = json.loads((tmp_path / "mli.json").read_text())
     assert record["of"] == found.subject
-    assert (record["of"]["index_topk"], record["of"]["plan"]) == (TOPK, ["own", "from:0", "from:1"])
+    assert (record["of"]["index_topk"], record["of"]["plan"]) == (TOPK, ["previous_step", "from:0", "from:1"])
     assert {name: record[name]["loss"] for name in ("dense", "own", "plan")} == {
         "dense": found.dense.loss,
         "own": found.own.loss,
@@ -115,7 +116,7 @@ def test_tables_and_file_say_what_was_measured(texts, device, invented, tmp_path
     console = Console(width=100)
     with console.capture() as shown:
         console.print(found)
-    for text in ("plan FLS", "layer 1", f"{found.own.loss:.4f}", "0 of 0"):
+    for text in ("plan LLS", "its own, a token late", "layer 1", f"{found.own.loss:.4f}", "0 of 0"):
         assert text in shown.get()
 
 

@@ -28,6 +28,7 @@ def letters(wanted, layers, **fields):
         ("mli", "FLLLLS"),
         ("mli+share:1/2", "FLSLSS"),
         (["own", "previous", "from:0", "own", "from:3", "dense"], "FSSFSD"),
+        (["previous_step", "own", "from:0", "own", "own", "own"], "LFSFFF"),
     ],
 )
 def test_letters(wanted, row):
@@ -38,6 +39,14 @@ def test_mli_reads_the_indexer_before_and_a_shared_layer_the_nearest():
     assert plan_of("mli+share:FSFSF", [True] * 5).sources == (0, 0, 0, 2, 2)
     assert plan_of("mli", [True] * 4).sources == (0, 0, 1, 2)
     assert plan_of("mli", [True] * 4, layer0="dense").sources == (None, 0, 1, 2)
+
+
+def test_the_first_layer_can_be_a_token_late():
+    late, serial = (plan_of("mli", [True] * 4, layer0=layer0) for layer0 in ("previous_step", "serial"))
+    assert (late.letters, late.sources, late.owners) == ("LLLS", serial.sources, serial.owners)
+    assert late.text() == ("previous_step", "from:0", "from:1", "from:2")
+    assert plan_of(late.text(), [True] * 4) == late != serial
+    assert plan_of(["previous_step"], [True]).reuses
 
 
 def test_the_last_indexer_is_dropped_under_mli_where_nobody_reads_it():
@@ -124,8 +133,10 @@ def test_layers_without_an_indexer_share_as_the_model_does():
         (["own"], {}, "each of 4 layers, came 1"),
         (["own", "from:2", "own", "own"], {}, "layer 1: expected a selection of this layer or an earlier one"),
         (["own", "from:-1", "own", "own"], {}, "layer 1: expected own, previous, from:j or dense"),
+        (["own", "previous_step", "own", "own"], {}, "layer 1: expected own, previous, from:j or dense, came"),
         (["previous", "own", "own", "own"], {}, "layer 0 must own its selection"),
         ("own", {"layer0": "dense"}, "for plans with 'mli'"),
+        ("own", {"layer0": "previous_step"}, "layer0='previous_step' is for plans with 'mli'"),
     ],
 )
 def test_bad_plans_are_named(wanted, fields, words):

@@ -1,10 +1,11 @@
 """Layers attend to the selections that a plan names, and what no layer attends to is gone."""
 
+import naive
 import pytest
 import torch
 from graphs import BUDGET, DIMS, NOPE, RANK, SCALE, attend, unrelated
 from harness import PassHarness
-from strategies import mla_rows
+from strategies import mask_of, mla_rows
 from torch import nn
 
 from dsa_compile.config import DSAConfig
@@ -112,6 +113,72 @@ def test_marks_of_prepare_need_no_option():
 def test_a_layer_marked_dense_lends_its_selection_all_the_same():
     outcome = check(Model(["exact", "exact", "exact"], [-2, 0, -1]), matches=3, ops={EXACT: -1}, atol=None)
     assert sources(outcome) == [None, 0, 2]
+
+
+class Keeping(nn.Module):
+    """A cache layer names the selections that it keeps."""
+
+    def __init__(self, current):
+        super().__init__()
+        self.layers, self.current = nn.ModuleList([Attention("exact", -3)]), current
+        self.layers[0].forward = self.attend
+
+    def attend(self, kept, slots, *inputs):
+        torch.ops.dsa.keep_selection.default(kept, slots, None, self.current)
+        return Attention.forward(self.layers[0], *inputs)
+
+    def forward(self, *inputs):
+        return self.layers[0](*inputs) * 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "current", "waits", "words"),
+    [(1, True, False, "that the cache kept"), (1, False, True, "to its own"), (4, True, True, "that the cache kept")],
+)
+def test_the_first_layer_attends_to_the_selection_of_the_token_before(tokens, current, waits, words):
+    rows = mla_rows(DIMS, 2, tokens, 11, torch.device("cpu"))
+    slots, kept = torch.arange(11 - tokens, 11).expand(2, tokens), torch.tensor([[1, 2, 5, 6], [0, 3, -1, -1]]).int()
+    latent = torch.cat([rows.c_kv, rows.k_pe], -1)
+    inputs = rows.q, latent, rows.kv_b_weight, rows.visible, None, None, None, None, None
+    harness = PassHarness(PlanSelection())
+    outcome = harness(Keeping(current), kept, slots, *inputs, matches=1, ops={}, atol=None)
+    assert words in outcome.entries[0].reason
+    (mla,), (own,) = outcome.nodes(torch.ops.dsa.mla.default), outcome.nodes(torch.ops.dsa.select_attention.default)
+    (keep,) = outcome.nodes(torch.ops.dsa.keep_selection.default)
+    assert (keep.args[2], keep.next.op) == (own, "output")
+    assert (own in ancestors(mla)) == waits
+    late, selected = outcome.values[mla.args[6]], outcome.values[own]
+    for b in range(2):
+        before = kept[b].tolist() if current else None
+        for t, (start, end) in enumerate(rows.visible[b, 0].tolist()):
+            assert late[b, t].tolist() == naive.a_token_late(selected[b, t].tolist(), before, start, end)
+            before = selected[b, t].tolist()
+    assert torch.equal(outcome.inputs[0], selected[:, -1])
+
+
+def ancestors(node):
+    found, todo = set(), [node]
+    while todo:
+        found |= {*(inputs := todo.pop().all_input_nodes)}
+        todo += inputs
+    return found
+
+
+def test_a_mask_does_not_say_which_token_a_row_is(device):
+    rows = mla_rows(DIMS, 2, 5, 11, device)
+
+    def forward(q, c_kv, k_pe, weight, mask):
+        common = q, c_kv, k_pe, weight, None, mask
+        picks = torch.ops.dsa.select_attention.default(*common, NOPE, SCALE, TOPK, BUDGET)
+        return torch.ops.dsa.mla.default(*common, picks, NOPE, SCALE, [], 0, "half", -3)
+
+    layer = nn.Module()
+    layer.layers = nn.ModuleList([nn.Module()])
+    layer.layers[0].forward = forward
+    layer.forward = lambda *inputs: layer.layers[0](*inputs)
+    mask = mask_of(rows.visible, 11)
+    harness = PassHarness(PlanSelection())
+    harness(layer, *rows.attention, mask, matches=0, reason="which token a row is, a mask does not say")
 
 
 def test_a_plan_that_is_the_model_changes_nothing():
