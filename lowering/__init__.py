@@ -4,7 +4,16 @@ Importing this package registers every op for CPU and CUDA.
 """
 
 from dsa_compile.lowering import ops  # isort: skip  # the schemas come first
-from dsa_compile.lowering import cache_read, cache_write, mla, select, select_attention, select_overlap, sparse_mla
+from dsa_compile.lowering import (
+    cache_read,
+    cache_write,
+    mla,
+    mtp_verify,
+    select,
+    select_attention,
+    select_overlap,
+    sparse_mla,
+)
 
 
 def register_inductor() -> None:
@@ -14,4 +23,14 @@ def register_inductor() -> None:
     register()
 
 
-__all__ = ["cache_read", "cache_write", "mla", "ops", "select", "select_attention", "select_overlap", "sparse_mla"]
+__all__ = [
+    "cache_read",
+    "cache_write",
+    "mla",
+    "mtp_verify",
+    "ops",
+    "select",
+    "select_attention",
+    "select_overlap",
+    "sparse_mla",
+]
