@@ -1,0 +1,111 @@
+"""The cost model of one kind of model on one GPU, as tables."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group
+from rich.table import Table
+
+from dsa_compile import cost
+from dsa_compile.cost.devices import Device, device_named
+from dsa_compile.cost.speculation import (
+    ACCEPTANCE,
+    Served,
+    break_even_acceptance,
+    tokens_per_second,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTables:
+    """What dense and sparse attention cost at these contexts, and what drafts gain at these requests a GPU.
+
+    Latents are in bfloat16 and index keys in fp8, weights in fp8, the language-model head in bfloat16.
+    """
+
+    name: str
+    model: Served
+    gpu: str
+    index_topk: int
+    contexts: Sequence[int]
+    batches: Sequence[int]
+
+    @property
+    def device(self) -> Device:
+        """Raises ConfigError for an unknown GPU."""
+        return device_named(self.gpu)
+
+    def attention(self, context: int) -> tuple[tuple[cost.Cost, cost.Cost], tuple[int, int]]:
+        """(dense, sparse) of a decode step in a layer, then FLOPs of a prompt; up to K sparse is dense."""
+        dims, topk = self.model.attention, self.index_topk if context > self.index_topk else None
+        steps = tuple(
+            cost.decode_cost(dims, context, k, index_key_bytes=self.model.index_key_bytes()) for k in (None, topk)
+        )
+        return (steps[0], steps[1]), (cost.prefill_flops(dims, context), cost.prefill_flops(dims, context, topk))
+
+    def gains(self, context: int, batch: int, index_topk: int | None) -> list[float]:
+        """Tokens a second with 1, 2, ... drafts for each one without."""
+        base, *drafted = (
+            tokens_per_second(self.model, self.device, batch, context, ACCEPTANCE[:drafts], index_topk=index_topk)
+            for drafts in range(len(ACCEPTANCE) + 1)
+        )
+        return [rate / base for rate in drafted]
+
+    def __rich__(self) -> Group:
+        return Group(self._attention_table(), self._draft_table())
+
+    def _attention_table(self) -> Table:
+        dims = self.model.attention
+        even = cost.break_even(dims, self.index_topk, index_key_bytes=self.model.index_key_bytes())
+        table = Table(
+            title=f"{self.name}: one layer, dense -> sparse with K = {self.index_topk}",
+            caption=f"sparse pays in decode FLOPs {_from(even.flops)}, in bytes read {_from(even.bytes)}, "
+            f"in FLOPs of a prompt {_from(even.prefill)}",
+        )
+        for name in ("context", "decode GFLOP", "", "decode MiB read", "", "prefill TFLOP", "", "MiB cached"):
+            table.add_column(name, justify="right")
+        row, key = cost.cached_bytes(dims, index_key_bytes=0), self.model.index_key_bytes()
+        for context in self.contexts:
+            (dense, sparse), prefill = self.attention(context)
+            table.add_row(
+                f"{context:,}",
+                *_change(dense.flops / 1e9, sparse.flops / 1e9),
+                *_change(dense.bytes / 2**20, sparse.bytes / 2**20),
+                *_change(prefill[0] / 1e12, prefill[1] / 1e12),
+                _change(row * context / 2**20, (row + key) * context / 2**20)[0],
+            )
+        return table
+
+    def _draft_table(self) -> Table:
+        accepted = ", ".join(f"{rate:.0%}" for rate in ACCEPTANCE)
+        table = Table(
+            title=f"{self.name} on {self.gpu}: tokens a second of a GPU, and what drafts gain",
+            caption=f"assumed: drafts accepted {accepted}, each after the one before; {self.model.local_experts} "
+            "experts on a GPU; the all-to-all behind the work",
+        )
+        drafts = [f"{n} draft{'s' * (n > 1)}" for n in range(1, len(ACCEPTANCE) + 1)]
+        for name in ("context", "requests", "attention", "tokens/s", *drafts, "1 draft pays from"):
+            table.add_column(name, justify="right")
+        for context in self.contexts:
+            for batch in self.batches:
+                for name, topk in (("dense", None), ("sparse", self.index_topk)):
+                    rate = tokens_per_second(self.model, self.device, batch, context, index_topk=topk)
+                    needed = break_even_acceptance(self.model, self.device, batch, context, index_topk=topk)
+                    table.add_row(
+                        f"{context:,}",
+                        str(batch),
+                        name,
+                        f"{rate:,.0f}",
+                        *(f"{gain:.2f}x" for gain in self.gains(context, batch, topk)),
+                        f"{needed:.0%} accepted" if needed <= 1 else "never",
+                    )
+        return table
+
+
+def _change(dense: float, sparse: float) -> tuple[str, str]:
+    return f"{dense:,.2f} -> {sparse:,.2f}", f"{dense / sparse:.2f}x"
+
+
+def _from(tokens: float) -> str:
+    return "never" if math.isinf(tokens) else f"from {math.ceil(tokens):,} tokens"
