@@ -236,23 +236,27 @@ def plan_cost(
     batch: Annotated[
         list[int], typer.Option(help="Requests on a GPU; give it again for another.", min=1)
     ] = COSTED_BATCHES,
-    index_topk: Annotated[int, typer.Option(help="Tokens that a query attends to.", min=1)] = 2048,
+    index_topk: Topk = None,
     local_experts: Annotated[int, typer.Option(help="Experts whose weights a GPU holds of each layer.", min=0)] = 3,
     png: Annotated[Path | None, typer.Option(help="Draw a picture into this PNG file.")] = None,
 ) -> None:
-    """Count what dense and sparse attention cost, and what drafting tokens gains; nothing is run."""
+    """Count what dense and sparse attention cost, and what plans and drafts gain; nothing is run."""
     with one_line_errors():
         _check_out(png, "--png")
         from dataclasses import replace
 
+        from dsa_compile.config import DEFAULT_INDEX_TOPK, DSAConfig
         from dsa_compile.cost.speculation import DEEPSEEK_V32
         from dsa_compile.cost_tables import CostTables
 
+        name, sizes, own_topk = "DeepSeek-V3.2", DEEPSEEK_V32, None
+        if model is not None:
+            name, (sizes, own_topk) = model.resolve().name, _sizes(model)
         tables = CostTables(
-            name="DeepSeek-V3.2" if model is None else model.resolve().name,
-            model=replace(DEEPSEEK_V32 if model is None else _served(model), local_experts=local_experts),
+            name=name,
+            model=replace(sizes, local_experts=local_experts),
             gpu=gpu,
-            index_topk=index_topk,
+            index_topk=DSAConfig(index_topk=index_topk).index_topk or own_topk or DEFAULT_INDEX_TOPK,
             contexts=context,
             batches=batch,
         )
@@ -406,15 +410,15 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def _served(checkpoint: Path) -> Any:
-    """Sizes of the model that a folder's config describes."""
+def _sizes(checkpoint: Path) -> tuple[Any, int | None]:
+    """What the cost model reads of a folder's config, and K where that names one."""
     from transformers import AutoConfig
 
     from dsa_compile.served import served
 
     with reading(checkpoint, "config.json"):
         config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
-    return served(config)
+    return served(config), getattr(config, "index_topk", None)
 
 
 def _check_out(out: Path | None, option: str = "--out") -> None:

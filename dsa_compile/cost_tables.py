@@ -9,6 +9,7 @@ from rich.table import Table
 
 from dsa_compile import cost
 from dsa_compile.cost.devices import Device, device_named
+from dsa_compile.cost.sharing import hiding_ceiling, overlap_ceiling, sharing_speedup
 from dsa_compile.cost.speculation import (
     ACCEPTANCE,
     Served,
@@ -44,6 +45,12 @@ class CostTables:
         )
         return (steps[0], steps[1]), (cost.prefill_flops(dims, context), cost.prefill_flops(dims, context, topk))
 
+    def indexer_share(self, context: int) -> float:
+        """Of the bytes that sparse attention reads for a decode step; 0 up to K."""
+        (_, sparse), _ = self.attention(context)
+        read = 0 if context <= self.index_topk else context * self.model.index_key_bytes()
+        return read / sparse.bytes
+
     def gains(self, context: int, batch: int, index_topk: int | None) -> list[float]:
         """Tokens a second with 1, 2, ... drafts for each one without."""
         base, *drafted = (
@@ -52,20 +59,24 @@ class CostTables:
         )
         return [rate / base for rate in drafted]
 
+    def _cached(self) -> tuple[int, int]:
+        """Bytes of a token in a layer: its latent row, its index key."""
+        return cost.cached_bytes(self.model.attention, index_key_bytes=0), self.model.index_key_bytes()
+
     def __rich__(self) -> Group:
-        return Group(self._attention_table(), self._draft_table())
+        return Group(self._attention_table(), self._plan_table(), self._draft_table())
 
     def _attention_table(self) -> Table:
         dims = self.model.attention
         even = cost.break_even(dims, self.index_topk, index_key_bytes=self.model.index_key_bytes())
         table = Table(
             title=f"{self.name}: one layer, dense -> sparse with K = {self.index_topk}",
-            caption=f"sparse pays in decode FLOPs {_from(even.flops)}, in bytes read {_from(even.bytes)}, "
-            f"in FLOPs of a prompt {_from(even.prefill)}",
+            caption=f"tokens from which sparse pays: {_tokens(even.flops)} in decode FLOPs, {_tokens(even.bytes)} in "
+            f"bytes read, {_tokens(even.prefill)} in prompt FLOPs",
         )
         for name in ("context", "decode GFLOP", "", "decode MiB read", "", "prefill TFLOP", "", "MiB cached"):
             table.add_column(name, justify="right")
-        row, key = cost.cached_bytes(dims, index_key_bytes=0), self.model.index_key_bytes()
+        row, key = self._cached()
         for context in self.contexts:
             (dense, sparse), prefill = self.attention(context)
             table.add_row(
@@ -77,24 +88,40 @@ class CostTables:
             )
         return table
 
+    def _plan_table(self) -> Table:
+        table = Table(
+            title=f"{self.name}: what plans gain on sparse attention bound by its reads",
+            caption="at most: without indexers; beside attention: each beside one layer's attention",
+        )
+        retentions = (2, 4, 8)
+        for name in ("context", "indexer", *(f"share:1/{r}" for r in retentions), "at most", "beside attention"):
+            table.add_column(name, justify="right")
+        for context in self.contexts:
+            share = self.indexer_share(context)
+            gains = [sharing_speedup(share, 1 / r) for r in retentions]
+            gains += [hiding_ceiling(share), overlap_ceiling(share, 1 - share)]
+            table.add_row(f"{context:,}", f"{share:.1%}", *(f"{gain:.2f}x" for gain in gains))
+        return table
+
     def _draft_table(self) -> Table:
         accepted = ", ".join(f"{rate:.0%}" for rate in ACCEPTANCE)
         table = Table(
             title=f"{self.name} on {self.gpu}: tokens a second of a GPU, and what drafts gain",
-            caption=f"assumed: drafts accepted {accepted}, each after the one before; {self.model.local_experts} "
-            "experts on a GPU; the all-to-all behind the work",
+            caption=f"assumed: drafts accepted {accepted}; {self.model.local_experts} experts on a GPU",
         )
         drafts = [f"{n} draft{'s' * (n > 1)}" for n in range(1, len(ACCEPTANCE) + 1)]
-        for name in ("context", "requests", "attention", "tokens/s", *drafts, "1 draft pays from"):
+        for name in ("context", "requests", "cache GB", "attention", "tokens/s", *drafts, "1 draft pays from"):
             table.add_column(name, justify="right")
+        row, key = self._cached()
         for context in self.contexts:
             for batch in self.batches:
-                for name, topk in (("dense", None), ("sparse", self.index_topk)):
+                for name, topk, token in (("dense", None, row), ("sparse", self.index_topk, row + key)):
                     rate = tokens_per_second(self.model, self.device, batch, context, index_topk=topk)
                     needed = break_even_acceptance(self.model, self.device, batch, context, index_topk=topk)
                     table.add_row(
                         f"{context:,}",
                         str(batch),
+                        f"{self.model.layers * token * context * batch / 1e9:,.1f}",
                         name,
                         f"{rate:,.0f}",
                         *(f"{gain:.2f}x" for gain in self.gains(context, batch, topk)),
@@ -107,5 +134,5 @@ def _change(dense: float, sparse: float) -> tuple[str, str]:
     return f"{dense:,.2f} -> {sparse:,.2f}", f"{dense / sparse:.2f}x"
 
 
-def _from(tokens: float) -> str:
-    return "never" if math.isinf(tokens) else f"from {math.ceil(tokens):,} tokens"
+def _tokens(tokens: float) -> str:
+    return "never" if math.isinf(tokens) else f"{math.ceil(tokens):,}"
