@@ -1,6 +1,7 @@
 """Drafts pay where reading binds, and cost where each token does: DeepSeek-V3 on an H800, in round numbers."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -69,6 +70,19 @@ def test_a_selection_shortens_long_steps_and_leaves_short_ones():
         dense, sparse = (step_seconds(DEEPSEEK_V32, H800, 16, context, 1, index_topk=k) for k in (None, 2048))
         assert (sparse < dense) is faster
         assert faster or sparse == dense
+
+
+def test_a_sparse_step_reads_keys_once_a_request_and_a_selection_for_each_token():
+    model, context = dataclasses.replace(DEEPSEEK_V32, layers=1), 30_000
+    layers = ((2, 4), (2, 2))  # requests and tokens of the layer that verifies and of the one that drafts
+    reads = dataclasses.replace(H800, bf16_flops=math.inf, fp8_flops=math.inf, network=math.inf)
+    read = sum(187_105_280 + 3 * 44_040_192 + b * context * 132 + t * 2048 * 1152 for b, t in layers)
+    assert step_seconds(model, reads, 2, context, 1, index_topk=2048, head=False) == pytest.approx(read / 3.35e12)
+    works = dataclasses.replace(H800, bandwidth=math.inf, network=math.inf)
+    bf16 = sum(t * 2048 * 278_528 for _, t in layers)
+    fp8 = sum(t * (context * 16_384 + 9 * 2 * 44_040_192) for _, t in layers)
+    found = step_seconds(model, works, 2, context, 1, index_topk=2048, head=False)
+    assert found == pytest.approx(bf16 / 989e12 + fp8 / 1979e12)
 
 
 def test_what_sharing_and_hiding_indexers_can_gain():
