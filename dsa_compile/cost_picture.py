@@ -20,10 +20,11 @@ def draw(tables: CostTables, path: Path) -> None:
 
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    costs = [tables.attention(context) for context in CONTEXTS]
-    left.plot(CONTEXTS, [d.flops / s.flops for (d, s), _ in costs], marker="o", label="decode FLOPs")
-    left.plot(CONTEXTS, [d.bytes / s.bytes for (d, s), _ in costs], marker="o", label="decode bytes read")
-    left.plot(CONTEXTS, [dense / sparse for _, (dense, sparse) in costs], marker="o", label="prompt FLOPs")
+    steps = [tables.decode(context) for context in CONTEXTS]
+    prompts = [tables.prompt(context) for context in CONTEXTS]
+    left.plot(CONTEXTS, [dense.flops / sparse.flops for dense, sparse in steps], marker="o", label="decode FLOPs")
+    left.plot(CONTEXTS, [dense.bytes / sparse.bytes for dense, sparse in steps], marker="o", label="decode bytes read")
+    left.plot(CONTEXTS, [dense / sparse for dense, sparse in prompts], marker="o", label="prompt FLOPs")
     left.set(xlabel="context", ylabel="dense / sparse", title=f"{tables.name}: K = {tables.index_topk}", yscale="log")
     for context in tables.contexts:
         for topk, style in ((None, ":"), (tables.index_topk, "-")):

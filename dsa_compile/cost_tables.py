@@ -10,12 +10,7 @@ from rich.table import Table
 from dsa_compile import cost
 from dsa_compile.cost.devices import Device, device_named
 from dsa_compile.cost.sharing import hiding_ceiling, overlap_ceiling, sharing_speedup
-from dsa_compile.cost.speculation import (
-    ACCEPTANCE,
-    Served,
-    break_even_acceptance,
-    tokens_per_second,
-)
+from dsa_compile.cost.speculation import ACCEPTANCE, Served, break_even_acceptance, tokens_per_second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +32,24 @@ class CostTables:
         """Raises ConfigError for an unknown GPU."""
         return device_named(self.gpu)
 
-    def attention(self, context: int) -> tuple[tuple[cost.Cost, cost.Cost], tuple[int, int]]:
-        """(dense, sparse) of a decode step in a layer, then FLOPs of a prompt; up to K sparse is dense."""
-        dims, topk = self.model.attention, self.index_topk if context > self.index_topk else None
-        steps = tuple(
-            cost.decode_cost(dims, context, k, index_key_bytes=self.model.index_key_bytes()) for k in (None, topk)
-        )
-        return (steps[0], steps[1]), (cost.prefill_flops(dims, context), cost.prefill_flops(dims, context, topk))
+    def decode(self, context: int) -> tuple[cost.Cost, cost.Cost]:
+        """A decode step in a layer, dense and sparse; up to K sparse is dense."""
+        dims, topk = self.model.attention, self._topk(context)
+        sparse = cost.decode_cost(dims, context, topk, index_key_bytes=self.model.index_key_bytes())
+        return cost.decode_cost(dims, context), sparse
+
+    def prompt(self, tokens: int) -> tuple[int, int]:
+        """FLOPs of a prompt in a layer, dense and sparse; up to K sparse is dense."""
+        dims = self.model.attention
+        return cost.prefill_flops(dims, tokens), cost.prefill_flops(dims, tokens, self._topk(tokens))
 
     def indexer_share(self, context: int) -> float:
         """Of the bytes that sparse attention reads for a decode step; 0 up to K."""
-        (_, sparse), _ = self.attention(context)
-        read = 0 if context <= self.index_topk else context * self.model.index_key_bytes()
-        return read / sparse.bytes
+        read = context * self.model.index_key_bytes() if self._topk(context) else 0
+        return read / self.decode(context)[1].bytes
+
+    def _topk(self, context: int) -> int | None:
+        return self.index_topk if context > self.index_topk else None
 
     def gains(self, context: int, batch: int, index_topk: int | None) -> list[float]:
         """Tokens a second with 1, 2, ... drafts for each one without."""
@@ -78,12 +78,12 @@ class CostTables:
             table.add_column(name, justify="right")
         row, key = self._cached()
         for context in self.contexts:
-            (dense, sparse), prefill = self.attention(context)
+            (dense, sparse), prompt = self.decode(context), self.prompt(context)
             table.add_row(
                 f"{context:,}",
                 *_change(dense.flops / 1e9, sparse.flops / 1e9),
                 *_change(dense.bytes / 2**20, sparse.bytes / 2**20),
-                *_change(prefill[0] / 1e12, prefill[1] / 1e12),
+                *_change(*(flops / 1e12 for flops in prompt)),
                 _change(row * context / 2**20, (row + key) * context / 2**20)[0],
             )
         return table
