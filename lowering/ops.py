@@ -67,6 +67,12 @@ SCHEMAS = {
         "(Tensor grad_out, Tensor grad_lse, Tensor q_absorbed, Tensor q_pe, Tensor latent, Tensor? visible, "
         "Tensor? mask, Tensor? topk_indices, float scale, Tensor? block_table=None) -> (Tensor, Tensor, Tensor)"
     ),
+    # Target probabilities (logits if greedy)[B, M+1, vocab], draft_tokens int64[B, M], their probabilities[B, M, vocab]
+    # (None: not drawn) and uniforms[B, M+1] -> accepted int64[B] and next_token int64[B].
+    "mtp_verify": (
+        "(Tensor target_probs, Tensor draft_tokens, Tensor? draft_probs, Tensor uniforms, bool greedy) "
+        "-> (Tensor, Tensor)"
+    ),
 }
 
 for _name, _schema in SCHEMAS.items():
@@ -209,3 +215,14 @@ def _sparse_mla_backward(
 
     check_backward(latent, block_table)
     return q_absorbed.new_empty(q_absorbed.shape), q_pe.new_empty(q_pe.shape), latent.new_empty(latent.shape)
+
+
+@torch.library.register_fake("dsa::mtp_verify")
+def _mtp_verify(
+    target_probs: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None, uniforms: Tensor, greedy: bool
+) -> tuple[Tensor, Tensor]:
+    from dsa_compile.lowering.mtp_verify.limits import check
+
+    check(target_probs, draft_tokens, draft_probs, uniforms, greedy)
+    B = target_probs.shape[0]
+    return draft_tokens.new_empty(B), draft_tokens.new_empty(B)

@@ -107,3 +107,20 @@ def index_score_fp8(q: Tensor, weights: Tensor, key: list[float], key_scale: flo
     heads = [fp8(head) for head in q]
     dots = [scale * sum(a * b for a, b in zip(codes, key)) for codes, _ in heads]
     return key_scale * sum(float(w) * s * max(0.0, dot) for w, (_, s), dot in zip(weights, heads, dots))
+
+
+def verify(p: list[list[float]], drafts: list[int], q: list[list[float]], uniforms: list[float]) -> tuple[int, int]:
+    """Accepted drafts and the next token of one sequence, by the words of speculative sampling."""
+    for m, x in enumerate(drafts):
+        if uniforms[m] >= min(1.0, p[m][x] / q[m][x]):
+            return m, inverse_cdf([max(a - b, 0.0) for a, b in zip(p[m], q[m])], uniforms[-1])
+    return len(drafts), inverse_cdf(p[len(drafts)], uniforms[-1])
+
+
+def inverse_cdf(weights: list[float], uniform: float) -> int:
+    total, reached = math.fsum(weights), 0.0
+    for token, weight in enumerate(weights):
+        reached += weight
+        if uniform * total < reached:
+            return token
+    return len(weights) - 1

@@ -21,10 +21,12 @@ LEVELS = {
     "dsa_compile.cost": 1,
     "dsa_compile.compat": 1,
     "dsa_compile.programs": 1,
+    "dsa_compile.sampling": 1,
     "dsa_compile.lowering.ops": 1,
     "dsa_compile.lowering.fp8_keys": 1,
     "dsa_compile.lowering.fp8_rows": 1,
     "dsa_compile.lowering.pages": 1,
+    "dsa_compile.lowering.mtp_verify.limits": 1,
     "dsa_compile.lowering.select.limits": 1,
     "dsa_compile.lowering.sparse_mla.limits": 1,
     "dsa_compile.cache": 2,
@@ -44,7 +46,7 @@ MATHS = {
 
 def sources() -> dict[str, Path]:
     """Every module of the package by the name that it is imported as."""
-    files = [p for folder in ("", "bench") for p in (ROOT / "dsa_compile" / folder).glob("*.py")]
+    files = [p for folder in ("", "bench", "cost") for p in (ROOT / "dsa_compile" / folder).glob("*.py")]
     files += [p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")]
     return {module_name(p): p for p in files}
 
