@@ -1,6 +1,7 @@
 """``dsa-compile bench plan`` without a GPU: what it runs, and what it makes of the times."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ def tiny(monkeypatch):
             return miniature("deepseek_v32", num_hidden_layers=layers, first_k_dense_replace=0 if experts else layers)
 
     monkeypatch.setattr(timing, "Gpu", Cpu)
+    monkeypatch.setattr(plan, "apart", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(plan, "SLICES", {"deepseek_v32": Tiny()})
     monkeypatch.setattr(plan, "optimize", lambda model, **options: optimize(model, lowering="eager", **options))
 
@@ -38,8 +40,8 @@ def test_every_plan_runs_at_every_context(tiny, tmp_path):
 
 
 def test_overlap_that_changes_a_bit_is_wrong(tiny, monkeypatch, tmp_path):
-    serial = plan.measured
-    monkeypatch.setattr(plan, "measured", lambda s, wanted, gpu: (serial(s, wanted, gpu)[0], torch.tensor(len(wanted))))
+    right = plan.measured
+    monkeypatch.setattr(plan, "measured", lambda s, wanted: (right(s, wanted)[0], torch.tensor(len(wanted))))
     result = bench("plan", *ASKED, "--out", tmp_path / "figures.json")
     assert result.exit_code == 1
 
@@ -76,3 +78,7 @@ def test_bad_input_is_named(tiny, wrong, said):
     result = bench("plan", *ASKED, *wrong)
     assert result.exit_code != 0
     assert said in " ".join(result.output.split())
+
+
+def test_every_plan_has_a_process_of_its_own():
+    assert len({os.getpid(), plan.apart(os.getpid), plan.apart(os.getpid)}) == 3
