@@ -94,7 +94,7 @@ class OverlapIndexer(GraphPass):
         return _Match(node, gate, reader)
 
     def rewrite(self, graph: Graph, match: _Match, context: Context) -> str:
-        _split_write(graph, match.select)
+        _split_write(graph, _key_write(match.select))
         body = _body(match.select)
         inputs = _inputs(body)
         written = [n for n in inputs if any(n in _written_by(part) for part in body)]
@@ -122,12 +122,13 @@ def started_programs(graph: Graph) -> dict[str, list[Tensor]]:
 
 def _body(select: Node) -> tuple[Node, ...]:
     """The selection, the write of the index keys that it scores, and what nobody but they reads, in order."""
-    writes = _key_writes(select)
-    keys = {arguments(write)["index_key"] for write in writes}
-    body = {select, *(write for write in writes if arguments(write)["c_kv"] is None)}
+    body, write = {select}, _key_write(select)
+    key = None if write is None else arguments(write)["index_key"]
+    if write is not None and arguments(write)["c_kv"] is None:
+        body.add(write)
     node = select
     while node.op != "placeholder":
-        inside = all(user in body or (node in keys and user in writes) for user in node.users)
+        inside = all(user in body or (node is key and user is write) for user in node.users)
         if node.users and inside and not mutates(node):
             body.add(node)
         node = node.prev
@@ -138,19 +139,18 @@ def _inputs(body: tuple[Node, ...]) -> tuple[Node, ...]:
     return tuple(dict.fromkeys(n for part in body for n in part.all_input_nodes if n not in body))
 
 
-def _key_writes(select: Node) -> list[Node]:
+def _key_write(select: Node) -> Node | None:
+    """The last write of index keys before a selection into the pool that it scores."""
     pool = arguments(select)["index_keys"]
-    writes = [n for n in pool.users if is_op(n, "cache_write") and arguments(n)["index_keys"] is pool]
-    return [write for write in writes if arguments(write)["index_key"] is not None]
+    writes = [n for n in pool.users if is_op(n, "cache_write") and arguments(n)["index_keys"] is pool and n < select]
+    return max((write for write in writes if arguments(write)["index_key"] is not None), default=None)
 
 
-def _split_write(graph: Graph, select: Node) -> None:
+def _split_write(graph: Graph, write: Node | None) -> None:
     """Give index keys that are written with latents a write of their own."""
-    for write in _key_writes(select):
-        named = arguments(write)
-        if named["c_kv"] is not None:
-            set_arguments(write, index_key=None)
-            emit(graph, write, torch.ops.dsa.cache_write.default, **named | {"c_kv": None, "k_pe": None})
+    if write is not None and (named := arguments(write))["c_kv"] is not None:
+        set_arguments(write, index_key=None)
+        emit(graph, write, torch.ops.dsa.cache_write.default, **named | {"c_kv": None, "k_pe": None})
 
 
 def _written_by(node: Node) -> list[Node]:
