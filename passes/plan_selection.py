@@ -14,7 +14,8 @@ After::
     dsa.cache_write(latent_2, index_keys_2, slots, c_kv, k_pe, None)
     out_2 = dsa.mla(..., topk_1, ...)
 
-The projections of a dropped selection go with it. Without a plan the graph stays as it is.
+The projections of a dropped selection go with it. Without a plan the graph stays as it is. A layer that the graph runs
+several times, as the MTP layer, may attend to what it selected first, of whose last row there are fewer later.
 """
 
 import re
@@ -31,9 +32,11 @@ from dsa_compile.passes.base import (
     Refused,
     arguments,
     attention_path,
+    emit,
     erase_dead,
     is_op,
     set_arguments,
+    value_of,
 )
 from dsa_compile.plan import EVERYTHING, UNMARKED, Plan, plan_of
 
@@ -99,7 +102,10 @@ class PlanSelection(GraphPass):
         return _Match(node, source, wanted)
 
     def rewrite(self, graph: Graph, match: _Match, context: Context) -> str:
-        set_arguments(match.mla, topk_indices=match.topk)
+        topk = match.topk
+        if topk is not None and (rows := value_of(arguments(match.mla)["q"]).shape[2]) != value_of(topk).shape[1]:
+            topk = emit(graph, match.mla, lambda picks: picks[:, -rows:], topk)
+        set_arguments(match.mla, topk_indices=topk)
         return "attends to everything" if match.topk is None else f"attends to the selection of layer {match.source}"
 
 

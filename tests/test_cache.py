@@ -386,7 +386,7 @@ def resaved_as(path, version, lacking):
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    assert metadata["format"] == "dsa_compile.cache.v3"
+    assert metadata["format"] == "dsa_compile.cache.v4"
     gone = {name: metadata.pop(name) for name in lacking}
     save_file(tensors, path, metadata | {"format": f"dsa_compile.cache.{version}"})
     return gone
