@@ -197,7 +197,7 @@ def _sampling(model: Any, logits_processor: LogitsProcessorList, config: Generat
     """What the graph is to do, or None where there are processors that it cannot stand for."""
     if Sampling.unsupported(config):
         return None
-    described = model._get_logits_processor(generation_config=config, device=model.device, model_kwargs={})
+    described = model._get_logits_processor(config, device=model.device, model_kwargs={}, input_ids_seq_length=1)
     ours, all_of_them = ([(type(p), vars(p)) for p in each] for each in (described, logits_processor))
     return Sampling.of(config) if ours == all_of_them else None
 

@@ -18,7 +18,6 @@ from torch.fx import Graph, Node
 from dsa_compile.passes.absorption import replace_by_sparse_mla
 from dsa_compile.passes.base import Context, GraphPass, Refused, arguments, is_op, value_of
 
-
 MOST_ROWS = 8
 """Query rows of a sequence in decoding and verification. Prefill has more, or a number that a run alone knows."""
 

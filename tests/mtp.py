@@ -60,9 +60,7 @@ def draft_logits(model: Any, cache: Any, last: Tensor) -> Tensor:
     return logits
 
 
-def naive_draft_logits(
-    case: str, device: torch.device, ids: Tensor, drafts: int, fault: str | None = None
-) -> Tensor:
+def naive_draft_logits(case: str, device: torch.device, ids: Tensor, drafts: int, fault: str | None = None) -> Tensor:
     """`draft_logits` [M, vocab] behind tokens ``ids`` [T]: one sequence, everything anew each time, in float64.
 
     ``fault``: one of `FAULTS` to make.
