@@ -97,7 +97,7 @@ class PlanSelection(GraphPass):
         wanted = next((n for n in _selections(node.graph) if _layer(n) == source), None)
         if wanted is None:
             raise Refused(f"layer {source} has no selection to attend to", node)
-        if topk is wanted:
+        if topk is not None and wanted in (topk, *topk.all_input_nodes):
             raise Refused(f"attends to the selection of layer {source} already", node)
         return _Match(node, source, wanted)
 
