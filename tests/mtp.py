@@ -47,17 +47,22 @@ def prepared(case: str, device: torch.device, **fields: Any) -> Any:
 
 def draft_logits(model: Any, cache: Any, last: Tensor) -> Tensor:
     """[B, M, vocab], by which an uncompiled ``model`` drafts behind tokens ``last`` [B], which follow the cache's."""
-    valid, width = cache.lengths.valid, model.dsa.drafts + 1
-    place = Place(valid, torch.ones_like(valid, dtype=torch.bool), torch.zeros_like(valid))
-    states = cache.lengths.state[:, None].repeat(1, width, 1)
     seen: list[Tensor] = []
     hook = model.lm_head.register_forward_hook(lambda _, __, output: seen.append(output))
     with torch.no_grad():
-        tokens = draft(model, cache, last[:, None].repeat(1, width), states, torch.ones_like(valid), place)
+        tokens = draft(*draft_inputs(model, cache, last))
     hook.remove()
     logits = torch.cat(seen, 1)
     assert torch.equal(tokens, torch.cat([last[:, None], logits.argmax(-1)], 1))
     return logits
+
+
+def draft_inputs(model: Any, cache: Any, last: Tensor) -> tuple[Any, ...]:
+    """Arguments of `draft` behind tokens ``last`` [B], which follow the cache's."""
+    valid, width = cache.lengths.valid, model.dsa.drafts + 1
+    place = Place(valid, torch.ones_like(valid, dtype=torch.bool), torch.zeros_like(valid))
+    states = cache.lengths.state[:, None].repeat(1, width, 1)
+    return model, cache, last[:, None].repeat(1, width), states, torch.ones_like(valid), place
 
 
 def naive_draft_logits(case: str, device: torch.device, ids: Tensor, drafts: int, fault: str | None = None) -> Tensor:
