@@ -82,7 +82,7 @@ def _files(path: Path, prefix: str) -> list[Path]:
         return files
     try:
         places = json.loads((path / INDEX).read_text())["weight_map"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / INDEX}: expected JSON with a weight_map ({error!r}).") from error
     return sorted({path / file for name, file in places.items() if name.startswith(prefix)})
 

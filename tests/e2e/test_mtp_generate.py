@@ -176,6 +176,33 @@ def test_logits_are_processed_as_in_plain_decoding(plain, model, lucky, device, 
     assert sum(output.mtp.accepted) > 0
 
 
+def test_sampled_tokens_follow_the_distribution_of_plain_sampling(monkeypatch, device):
+    """All triples of tokens that top-k leaves, by how often they come, against their exact probabilities."""
+    plain, model = prepared("deepseek_v3", device), drafting("deepseek_v3", device, drafts=2)
+    told = {"do_sample": True, "top_k": 3, "temperature": 0.6, "eos_token_id": None, "max_new_tokens": 3}
+    prompt, rows = token_ids(1, 4, device), 600
+    triples, expected = prompt, torch.ones(1, device=device)
+    for _ in range(3):
+        with torch.no_grad():
+            best = (plain(triples, use_cache=False).logits[:, -1] / told["temperature"]).topk(told["top_k"])
+        triples = torch.cat([triples.repeat_interleave(3, 0), best.indices.reshape(-1, 1)], 1)
+        expected = (expected[:, None] * best.values.softmax(-1)).flatten()
+
+    def draft(model, cache, fresh, states, count, place):
+        tokens = real(model, cache, fresh, states, count, place)
+        likely = (triples[:, 4] == tokens[:, :1]) + 1e-6
+        return torch.cat([tokens[:, :1], triples[likely.multinomial(1).squeeze(1), 5:]], 1)
+
+    real = mtp_step.draft
+    monkeypatch.setattr(model.dsa_guard, "_graphs", mtp_step.UNCOMPILED._replace(draft=draft))
+    output = model.generate(prompt.repeat(rows, 1), **told, return_dict_in_generate=True)
+    found = (output.sequences[:, None] == triples).all(-1).sum(0)
+    assert found.sum() == rows
+    assert all(n > rows / 10 for n in output.mtp.accepted)
+    degrees = len(triples) - 1
+    assert ((found - rows * expected) ** 2 / (rows * expected)).sum() < degrees + 4 * (2 * degrees) ** 0.5
+
+
 def test_processors_outside_the_graph_are_named(model, device):
     with pytest.warns(UserWarning, match=r"drafts in two graphs a step.*: for NoRepeatNGramLogitsProcessor between"):
         model.generate(token_ids(1, 4, device), **ENDLESS, max_new_tokens=2, no_repeat_ngram_size=2)
