@@ -304,7 +304,7 @@ class DSACache(Cache):
         self.lengths.valid = self.lengths.valid + valid.sum(1)
         self.lengths.seen = torch.cat([self.lengths.seen, valid], 1)
         if self.lengths.next_state is not None:
-            self.lengths.state, self.lengths.next_state = self.lengths.next_state, None
+            self.lengths.state, self.lengths.next_state = self.lengths.next_state.clone(), None
         bound = self.lengths.bound + valid.shape[1]
         self.lengths.bound = bound if bound <= self.capacity else int(self.lengths.valid.max())
 

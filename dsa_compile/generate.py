@@ -145,7 +145,8 @@ def _decode(
             fresh, states = first.repeat(1, drafts + 1), state[:, None].repeat(1, drafts + 1, 1)
             tokens = draft(model, cache, fresh, states, torch.ones_like(valid), place)
         while not all(progress.finished):
-            block, accepted, tokens, states = advance(tokens, place)
+            # cloned, as under CUDA graphs a step's output lies where the next one writes
+            block, accepted, tokens, states = advance(tokens.clone(), place)
             place = place._replace(valid=place.valid + accepted + 1)
             running = [row for row, finished in enumerate(progress.finished) if not finished]
             counts, *columns = torch.cat([accepted[None], block.T]).tolist()  # the one wait for the device
