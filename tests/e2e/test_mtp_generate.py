@@ -1,5 +1,8 @@
 """`generate` with drafts gives the tokens of `generate` without, and leaves the cache as that does."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from cases import TOPK, left_padded, token_ids
@@ -225,6 +228,15 @@ def test_calls_that_cannot_draft_say_why_and_decode_plainly(plain, model, device
         ours = model.generate(ids, **ENDLESS, max_new_tokens=3, **told)
     sequences = [x if isinstance(x, torch.Tensor) else x.sequences for x in (ours, want)]
     assert torch.equal(*sequences)
+
+
+def test_copies_draft_too(model, device):
+    ids = token_ids(1, LENGTH, device)
+    want = model.generate(ids, **ENDLESS, max_new_tokens=4)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        output = twin.generate(ids, **ENDLESS, max_new_tokens=4, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, want)
+        assert output.mtp.steps > 0
 
 
 def test_beams_are_decoded_plainly(plain, model, device):

@@ -7,10 +7,8 @@ import torch
 from cases import TOPK, left_padded, stock, token_ids
 from mtp import LAYERS, draft_inputs, drafting, mtp_weights
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dsa_compile
-from dsa_compile.needles import make_needles
 from dsa_compile.passes.pipeline import op_counts
 
 ENDLESS = {"do_sample": False, "eos_token_id": None}
@@ -59,19 +57,3 @@ def test_a_selection_is_shared_where_the_config_or_else_the_caller_says_so(devic
         twin.config.index_share_for_mtp_iteration = config
     mtp = {"module": mtp_weights("glm_moe_dsa", device), "share_selection": option}
     assert dsa_compile.prepare(twin, mtp=mtp).dsa.share_drafts is shared
-
-
-@pytest.mark.slow
-def test_tinyseek_drafts_compiled_as_it_decodes(device, pytestconfig):
-    checkpoint = pytestconfig.rootpath / "examples" / "tinyseek-4m"
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    needles = make_needles(3, 1000, count=lambda text: len(tokenizer(text).input_ids))
-    batch = tokenizer([tokenizer.bos_token + n.prompt for n in needles], padding=True, return_tensors="pt").to(device)
-    model, plain = (
-        dsa_compile.optimize(
-            AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(device), selector="dense", mtp=mtp
-        )
-        for mtp in ({"drafts": 2}, None)
-    )
-    want = plain.generate(**batch, do_sample=False, max_new_tokens=24)
-    assert torch.equal(model.generate(**batch, do_sample=False, max_new_tokens=24), want)
