@@ -1,7 +1,6 @@
 """``generate`` of a model with an MTP layer: what transformers' sampling loop gives, several tokens a step."""
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +69,7 @@ class GenerateMTPOutput(GenerateDecoderOnlyOutput):
 def sample(
     model: Any,
     graphs: Graphs,
+    say_once: Callable[[str], None],
     plain: Callable[..., Any],
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
@@ -83,6 +83,7 @@ def sample(
 
     Args:
         model: a prepared model with an MTP layer. graphs: of `dsa_compile.models.mtp_step`, compiled or not.
+        say_once: where a warning goes.
         input_ids, ...: as ``transformers.GenerationMixin.generate`` prepares them.
 
     Raises:
@@ -90,7 +91,7 @@ def sample(
     """
     reason = _refusal(logits_processor, stopping_criteria, generation_config, synced_gpus, input_ids.shape[0])
     if reason is not None:
-        warnings.warn(f"generate decodes without drafts: {reason}.", stacklevel=2)
+        say_once(f"generate decodes without drafts: {reason}.")
         arguments = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
         return plain(input_ids, logits_processor, stopping_criteria, generation_config, **arguments)
     progress = Progress(input_ids, stopping_criteria, generation_config, streamer)
@@ -108,7 +109,7 @@ def sample(
         advance = InGraph(model, graphs, cache, sampling, progress)
     else:
         names = ", ".join(type(p).__name__ for p in logits_processor)
-        warnings.warn(f"generate drafts in two graphs a step, which is slower: for {names} between them.", stacklevel=2)
+        say_once(f"generate drafts in two graphs a step, which is slower: for {names} between them.")
         advance = BetweenGraphs(
             model, graphs, cache, logits_processor, progress, greedy=not generation_config.do_sample
         )

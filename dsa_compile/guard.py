@@ -4,6 +4,7 @@ It refuses what the compiled graph would serve wrongly, turns the 2-D mask into 
 tokens only when the call went through.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,7 @@ class Guard:
         self._compile: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._run: Callable[..., Any] = _forward
         self._graphs = UNCOMPILED
+        self._said: set[str] = set()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """From now on run forward and drafting through ``torch.compile(..., *args, **kwargs)``, as one graph each."""
@@ -85,7 +87,12 @@ class Guard:
 
     def sample(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``generate`` calls for greedy search and sampling; ``plain`` is transformers' own loop."""
-        return sample(self.model, self._graphs, plain, *args, **kwargs)
+        return sample(self.model, self._graphs, self._say_once, plain, *args, **kwargs)
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, stacklevel=4)
 
     def _traced(self, tokens: Tensor, inputs: dict[str, Any]) -> Any:
         """Inside somebody's ``torch.compile(model)``: only what is arithmetic, and no cache."""

@@ -206,7 +206,8 @@ def test_sampled_tokens_follow_the_distribution_of_plain_sampling(monkeypatch, d
     assert ((found - rows * expected) ** 2 / (rows * expected)).sum() < degrees + 4 * (2 * degrees) ** 0.5
 
 
-def test_processors_outside_the_graph_are_named(model, device):
+def test_processors_outside_the_graph_are_named(device):
+    model = drafting(V32, device)
     with pytest.warns(UserWarning, match=r"drafts in two graphs a step.*: for NoRepeatNGramLogitsProcessor between"):
         model.generate(token_ids(1, 4, device), **ENDLESS, max_new_tokens=2, no_repeat_ngram_size=2)
 
@@ -221,7 +222,8 @@ def test_processors_outside_the_graph_are_named(model, device):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_calls_that_cannot_draft_say_why_and_decode_plainly(plain, model, device, told, reason):
+def test_calls_that_cannot_draft_say_why_and_decode_plainly(plain, device, told, reason):
+    model = drafting(V32, device)
     ids = token_ids(2, 5, device)
     want = plain.generate(ids, **ENDLESS, max_new_tokens=3, **told)
     with pytest.warns(UserWarning, match=f"generate decodes without drafts: {reason}"):

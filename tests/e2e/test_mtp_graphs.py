@@ -19,11 +19,11 @@ def test_a_session_takes_three_graphs_whatever_the_prompts_and_what_is_accepted(
     fields = {"selector": "indexer", "indexer": "random", "index_n_heads": 8, "index_head_dim": 16, "index_topk": TOPK}
     model = drafting("deepseek_v3", device, drafts=2, lowering="eager", share_selection=True, **fields)
     counters.clear()
-    ours = {}
-    for length in (TOPK + 3, 2 * TOPK):
-        inputs = {"input_ids": token_ids(3, length, device)} | left_padded(3, length, device)
-        cache = model.make_cache(3, 64)
-        ours[length] = model.generate(**inputs, **ENDLESS, max_new_tokens=6, past_key_values=cache)
+    batches = [
+        {"input_ids": token_ids(3, length, device)} | left_padded(3, length, device) for length in (TOPK + 3, 2 * TOPK)
+    ]
+    told = ENDLESS | {"max_new_tokens": 6}
+    ours = [model.generate(**inputs, **told, past_key_values=model.make_cache(3, 64)) for inputs in batches]
     assert counters["stats"]["unique_graphs"] == 3
     assert not counters["graph_break"]
     fill, draft, step = (op_counts(gm) for gm in graphs)
@@ -32,13 +32,11 @@ def test_a_session_takes_three_graphs_whatever_the_prompts_and_what_is_accepted(
     for gm in graphs:
         writes = gm.graph.find_nodes(op="call_function", target=torch.ops.dsa.cache_write.default)
         assert all(write.args[5] is not None for write in writes), "a draft's index key is written, whoever selects"
-    for length, sequences in ours.items():
-        inputs = {"input_ids": token_ids(3, length, device)} | left_padded(3, length, device)
-        with pytest.warns(UserWarning, match="without drafts: output_logits"):
-            want = model.generate(
-                **inputs, **ENDLESS, max_new_tokens=6, return_dict_in_generate=True, output_logits=True
-            )
-        assert torch.equal(sequences, want.sequences)
+    plainly = told | {"return_dict_in_generate": True, "output_logits": True}
+    with pytest.warns(UserWarning, match="without drafts: output_logits") as said:
+        plain = [model.generate(**inputs, **plainly).sequences for inputs in batches]
+    assert all(map(torch.equal, ours, plain))
+    assert len(said) == 1
 
 
 def test_drafts_select_for_themselves_by_default(device, graphs):
