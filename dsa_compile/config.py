@@ -18,6 +18,9 @@ CACHE_DTYPES = (None, "fp8")
 DEFAULT_INDEX_TOPK = 2048
 """``index_topk`` of DeepSeek-V3.2 and GLM-5, used where neither the model nor the user names one."""
 
+AUTO_DRAFTS = 3
+"""Drafts at most where ``MTPConfig.drafts`` is ``"auto"``."""
+
 
 def check_fields(cls: type, fields: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first name in ``fields`` that ``cls`` does not have, naming the nearest."""
@@ -80,6 +83,8 @@ class MTPConfig(_Options):
 
     Args:
         drafts: tokens that are drafted and verified in a step; from 2 on the one layer reads its own output.
+            ``"auto"``: from 0 to 3, whatever gives most tokens a second as `generate` measures it, for each batch size;
+            each number that is tried is a graph to compile.
         module: where its weights come from: a checkpoint folder, a safetensors file, a state dict or a module, with the
             names that DeepSeek gives them behind ``model.layers.{L}.``. None: the checkpoint that the model was loaded
             from.
@@ -90,13 +95,19 @@ class MTPConfig(_Options):
         ConfigError: a value is out of range, or a field is unknown (through `of`).
     """
 
-    drafts: int = 1
+    drafts: int | str = 1
     module: str | Path | Mapping[str, Tensor] | nn.Module | None = None
     share_selection: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_count("MTPConfig.drafts", self.drafts)
+        if self.drafts != "auto":
+            _check_count("MTPConfig.drafts", self.drafts)
         _check_choice("MTPConfig.share_selection", self.share_selection, (None, False, True))
+
+    @property
+    def most(self) -> int:
+        """Drafts of a step at most."""
+        return self.drafts if isinstance(self.drafts, int) else AUTO_DRAFTS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from dsa_compile.cache import DSACache
 from dsa_compile.errors import CacheCapacityError
 from dsa_compile.models.mtp_step import Graphs, Place
+from dsa_compile.pace import Pace
 from dsa_compile.progress import Progress, is_length_or_eos
 from dsa_compile.sampling import Sampling
 from dsa_compile.steps import BetweenGraphs, InGraph, Stepped
@@ -36,18 +37,23 @@ class MTPStatistics:
     """What drafting brought in one ``generate``.
 
     Attributes:
-        steps: verifications of the batch.
+        steps_of: verifications of the batch, by the number of drafts: of none, of one, ...
         tokens: new tokens that the steps gave; the first of each sequence comes from the prompt.
         verified: sequences verified, over all steps; finished ones are not.
         accepted: of these, how many accepted their first draft, their second, ...
         seconds: of the steps, with compilation where one was due.
     """
 
-    steps: int
+    steps_of: tuple[int, ...]
     tokens: int
     verified: int
     accepted: tuple[int, ...]
     seconds: float
+
+    @property
+    def steps(self) -> int:
+        """Verifications of the batch."""
+        return sum(self.steps_of)
 
     @property
     def accept_length(self) -> float:
@@ -69,6 +75,7 @@ class GenerateMTPOutput(GenerateDecoderOnlyOutput):
 def sample(
     model: Any,
     graphs: Graphs,
+    pace: Pace | None,
     say_once: Callable[[str], None],
     plain: Callable[..., Any],
     input_ids: Tensor,
@@ -83,6 +90,7 @@ def sample(
 
     Args:
         model: a prepared model with an MTP layer. graphs: of `dsa_compile.models.mtp_step`, compiled or not.
+        pace: what says how many tokens to draft, step by step; None: as many as the model is prepared for.
         say_once: where a warning goes.
         input_ids, ...: as ``transformers.GenerationMixin.generate`` prepares them.
 
@@ -114,7 +122,9 @@ def sample(
             model, graphs, cache, logits_processor, progress, greedy=not generation_config.do_sample
         )
     with model._optimize_model_for_decode():
-        statistics = _decode(model, graphs.draft, advance, cache, first, progress, model_kwargs["position_ids"][:, -1])
+        statistics = _decode(
+            model, graphs.draft, advance, pace, cache, first, progress, model_kwargs["position_ids"][:, -1]
+        )
     if streamer is not None:
         streamer.end()
     sequences: Any = progress.sequences()
@@ -127,6 +137,7 @@ def _decode(
     model: Any,
     draft: Callable[..., Tensor],
     advance: Callable[[Tensor, Place], Stepped],
+    pace: Pace | None,
     cache: DSACache,
     first: Tensor,
     progress: Progress,
@@ -136,24 +147,29 @@ def _decode(
 
     The cache counts their tokens at the end: an interrupted call leaves it as the prompt did.
     """
-    start, drafts, device = time.perf_counter(), model.dsa.drafts, first.device
+    start = begun = time.perf_counter()
+    device, drafts = first.device, pace.drafts() if pace else model.dsa.drafts
     state: Any = cache.lengths.state  # of the last token in the cache
     valid = cache.lengths.valid
     place = Place(valid, _alive(progress, device), last_position + 1 - valid)
-    steps, verified, accepted_at = 0, 0, [0] * drafts
+    verified, steps_of, accepted_at = 0, [0] * (model.dsa.drafts + 1), [0] * model.dsa.drafts
     try:
         if not all(progress.finished):
             fresh, states = first.repeat(1, drafts + 1), state[:, None].repeat(1, drafts + 1, 1)
             tokens = draft(model, cache, fresh, states, torch.ones_like(valid), place)
         while not all(progress.finished):
-            # cloned, as under CUDA graphs a step's output lies where the next one writes
-            block, accepted, tokens, states = advance(tokens.clone(), place)
+            # a copy, as under CUDA graphs a step's output lies where the next one writes
+            block, accepted, tokens, states = advance(_resized(tokens, drafts + 1), place)
             place = place._replace(valid=place.valid + accepted + 1)
             running = [row for row, finished in enumerate(progress.finished) if not finished]
             counts, *columns = torch.cat([accepted[None], block.T]).tolist()  # the one wait for the device
             taken = progress.take([list(row[: count + 1]) for count, row in zip(counts, zip(*columns))])
-            steps, verified = steps + 1, verified + len(running)
+            verified += len(running)
+            steps_of[drafts] += 1
             accepted_at = [n + sum(counts[row] > at for row in running) for at, n in enumerate(accepted_at)]
+            if pace is not None:
+                pace.note(drafts, (now := time.perf_counter()) - begun, [counts[row] for row in running])
+                begun, drafts = now, pace.drafts()
             if ended := [row for row in running if progress.finished[row]]:
                 state = state.clone()
                 state[ended] = states[ended, [taken[row] - 1 for row in ended]]
@@ -163,7 +179,12 @@ def _decode(
     new = torch.tensor([len(tokens) - 1 for tokens in progress.tokens], device=device)
     cache.lengths.next_state = state
     cache.commit(torch.arange(int(new.max()), device=device) < new[:, None])
-    return MTPStatistics(steps, int(new.sum()), verified, tuple(accepted_at), time.perf_counter() - start)
+    return MTPStatistics(tuple(steps_of), int(new.sum()), verified, tuple(accepted_at), time.perf_counter() - start)
+
+
+def _resized(tokens: Tensor, width: int) -> Tensor:
+    """A copy of tokens [B, W] for a step of another width; a draft that was not made is token 0, as good as any."""
+    return torch.nn.functional.pad(tokens[:, :width], (0, max(width - tokens.shape[1], 0))).clone()
 
 
 def _alive(progress: Progress, device: torch.device) -> Tensor:

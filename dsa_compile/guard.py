@@ -17,6 +17,7 @@ from dsa_compile.cache import DSACache, slots_and_visible
 from dsa_compile.errors import CacheError, InputError
 from dsa_compile.generate import sample
 from dsa_compile.models.mtp_step import UNCOMPILED, Graphs
+from dsa_compile.pace import Pace
 
 PARAMETERS = (
     "input_ids",
@@ -47,6 +48,7 @@ class Guard:
         self._run: Callable[..., Any] = _forward
         self._graphs = UNCOMPILED
         self._said: set[str] = set()
+        self._paces: dict[int, Pace] = {}  # by batch size
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """From now on run forward and drafting through ``torch.compile(..., *args, **kwargs)``, as one graph each."""
@@ -87,7 +89,10 @@ class Guard:
 
     def sample(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``generate`` calls for greedy search and sampling; ``plain`` is transformers' own loop."""
-        return sample(self.model, self._graphs, self._say_once, plain, *args, **kwargs)
+        pace = None
+        if self.model.dsa.config.mtp.drafts == "auto":
+            pace = self._paces.setdefault(args[0].shape[0], Pace(self.model.dsa.drafts))
+        return sample(self.model, self._graphs, pace, self._say_once, plain, *args, **kwargs)
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:

@@ -112,7 +112,7 @@ def settle(
 
 
 def draft(model: Any, cache: DSACache, fresh: Tensor, states: Tensor, count: Tensor, place: Place) -> Tensor:
-    """Append what became certain to the MTP layer's cache, and draft M tokens.
+    """Append what became certain to the MTP layer's cache, and draft M tokens (which may be none).
 
     Args:
         fresh: int64[B, W]; the last ``count`` columns hold the tokens that the layer has no rows of, the very last one
@@ -128,7 +128,7 @@ def draft(model: Any, cache: DSACache, fresh: Tensor, states: Tensor, count: Ten
     real = place.alive[:, None] & (columns >= width - count[:, None])
     slots = torch.where(real, place.valid[:, None] - width + columns, -1)
     tokens = [fresh[:, -1:]]
-    for drafted in range(width - 1):
+    for drafted in range(max(width - 1, 1)):
         states = run_mtp(
             backbone,
             cache,
@@ -140,7 +140,7 @@ def draft(model: Any, cache: DSACache, fresh: Tensor, states: Tensor, count: Ten
         )[:, -1:]
         tokens.append(model.lm_head(states).argmax(-1))
         slots = torch.where(place.alive, place.valid + drafted, -1)[:, None]
-    return torch.cat(tokens, 1)
+    return torch.cat(tokens, 1)[:, :width]
 
 
 class Graphs(NamedTuple):

@@ -73,7 +73,7 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
         index_topk=index_topk,
         plan=plan,
         dims=dims,
-        drafts=config.mtp.drafts if config.mtp else 0,
+        drafts=config.mtp.most if config.mtp else 0,
         share_drafts=_shares_drafts(config, model.config),
         fingerprint=_fingerprint((name, *marks), [a.kv_a_proj_with_mqa.weight[0] for a in attentions]),
         weights=_fingerprint(

@@ -22,7 +22,7 @@ class Preparation:
     """What `prepare` decided.
 
     ``dims`` are of every layer, the MTP layer last if there is one; ``plan`` is of the others. ``drafts``: tokens that
-    `generate` drafts in a step, 0 without an MTP layer. ``share_drafts``: all of them attend to one selection.
+    `generate` drafts in a step at most, 0 without an MTP layer. ``share_drafts``: all of them attend to one selection.
 
     Copies of a model share both names of its weights: ``fingerprint`` is for caches and differs between plans,
     ``weights`` is for measurements and differs between indexers.

@@ -29,7 +29,9 @@ def mtp_weights(case: str, device: torch.device) -> dict[str, Tensor]:
     return weights
 
 
-def drafting(case: str, device: torch.device, *, drafts: int = 1, lowering: str | None = None, **fields: Any) -> Any:
+def drafting(
+    case: str, device: torch.device, *, drafts: int | str = 1, lowering: str | None = None, **fields: Any
+) -> Any:
     """A prepared model that drafts; uncompiled, or with a ``lowering`` optimized."""
     share = fields.pop("share_selection", None)
     mtp = {"drafts": drafts, "module": mtp_weights(case, device), "share_selection": share}

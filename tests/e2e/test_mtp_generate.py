@@ -1,6 +1,7 @@
 """`generate` with drafts gives the tokens of `generate` without, and leaves the cache as that does."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -12,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import dsa_compile.models.mtp_step as mtp_step
 from dsa_compile.errors import CacheCapacityError
+from dsa_compile.pace import Pace
 
 LENGTH = TOPK + 3
 NEW = 12
@@ -85,6 +87,23 @@ def test_any_pattern_of_acceptance_gives_the_tokens_and_the_cache_of_plain_decod
     assert all(0 < n < output.mtp.verified for n in output.mtp.accepted)
     anew = model.make_cache(3, LENGTH + new)
     mask = torch.nn.functional.pad(mask, (0, new - 1), value=1)
+    with torch.no_grad():
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        model(want[:, :-1], attention_mask=mask, position_ids=positions, past_key_values=anew)
+    assert_same_cache(output.past_key_values, anew, model)
+
+
+def test_any_sequence_of_widths_gives_plain_tokens(plain, lucky, device, monkeypatch):
+    inputs, widths = batch(device), itertools.cycle([1, 3, 0, 0, 2, 3, 1])
+    want = plain.generate(**inputs, **ENDLESS, max_new_tokens=2 * NEW)
+    lucky(without_padding(want, inputs["attention_mask"]), 0.5)
+    monkeypatch.setattr(Pace, "drafts", lambda pace: next(widths))
+    model = drafting(V32, device, drafts="auto")
+    output = model.generate(**inputs, **ENDLESS, max_new_tokens=2 * NEW, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, want)
+    assert all(output.mtp.steps_of)
+    anew = model.make_cache(3, 64)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 2 * NEW - 1), value=1)
     with torch.no_grad():
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         model(want[:, :-1], attention_mask=mask, position_ids=positions, past_key_values=anew)
