@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsa_compile.api import optimize, prepare
     from dsa_compile.cache import DSACache
-    from dsa_compile.config import CacheConfig, DSAConfig
+    from dsa_compile.config import CacheConfig, DSAConfig, MTPConfig
     from dsa_compile.evaluate import evaluate_plan
     from dsa_compile.explanation import explain
     from dsa_compile.report import recent_reports
@@ -22,6 +22,7 @@ _HOMES = {
     "evaluate_plan": "evaluate",
     "DSAConfig": "config",
     "CacheConfig": "config",
+    "MTPConfig": "config",
     "DSACache": "cache",
     "recent_reports": "report",
 }
@@ -30,6 +31,7 @@ __all__ = [
     "CacheConfig",
     "DSACache",
     "DSAConfig",
+    "MTPConfig",
     "evaluate_plan",
     "explain",
     "optimize",

@@ -21,8 +21,8 @@ from dsa_compile.lowering.fp8_rows import row_bytes
 
 _FORMAT = "dsa_compile.cache.v4"
 _READABLE = (_FORMAT, "dsa_compile.cache.v3", "dsa_compile.cache.v2", "dsa_compile.cache.v1")
-"""v3 is v4 without kept selections, v2 is v3 without the key ``index_keys``: no index key was in fp8; v1 lacks
-``latents`` too: no pool was."""
+"""v3 is v4 without kept selections and the tensor ``state``: no layer was an MTP layer. v2 lacks the key ``index_keys``
+too: no index key was in fp8; v1 lacks ``latents`` as well: no pool was."""
 
 
 class Lengths:
@@ -32,9 +32,15 @@ class Lengths:
         valid: int64[B] on the device, tokens stored per sequence.
         seen: bool[B, n] on the device, which of the n padded columns so far held a token.
         slots: int64[B, T] of the running call, -1 for padding; None outside a call.
+        state: [B, hidden], what the MTP layer's next row holds of each sequence: the state behind the model's norm of
+            its last token, zeros where that is not known (no token yet, or the last ones were removed). None without
+            an MTP layer.
+        next_state: what ``state`` becomes if the running call goes through.
     """
 
-    def __init__(self, batch_size: int, device: torch.device) -> None:
+    def __init__(self, batch_size: int, device: torch.device, state: Tensor | None) -> None:
+        self.state = state
+        self.next_state: Tensor | None = None
         self.valid = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.seen = torch.zeros(batch_size, 0, dtype=torch.bool, device=device)
         self.slots: Tensor | None = None
@@ -50,13 +56,16 @@ class Lengths:
     def map_rows(self, rows: Tensor) -> None:
         """Make sequence i what sequence ``rows[i]`` was."""
         self.valid, self.seen = self.valid[rows], self.seen[rows]
+        self.state = None if self.state is None else self.state[rows]
 
     def drop(self, columns: int) -> None:
         """Forget the last ``columns`` padded columns."""
         keep = max(self.padded - columns, 0)
         self.current = keep == 0 or (self.current and keep == self.padded)
-        self.valid = self.valid - self.seen[:, keep:].sum(1)
-        self.seen = self.seen[:, :keep]
+        removed = self.seen[:, keep:].sum(1)
+        self.valid, self.seen = self.valid - removed, self.seen[:, :keep]
+        if self.state is not None:
+            self.state = self.state.masked_fill(removed[:, None] > 0, 0)
 
 
 class DSACacheLayer(CacheLayerMixin):
@@ -127,7 +136,7 @@ class DSACacheLayer(CacheLayerMixin):
         """Append latents ``[B, 1, T, R]`` and rope keys ``[B, 1, T, P]``; returns the latent pool, twice."""
         self._write(key_states[:, 0], value_states[:, 0], None)
         if self.kept is not None:
-            torch.ops.dsa.keep_selection.default(self.kept, self._slots(), None, self.lengths.current)
+            torch.ops.dsa.keep_selection.default(self.kept, self.slots(), None, self.lengths.current)
         return self.latent, self.latent
 
     def update_indexer(self, index_key: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -137,10 +146,11 @@ class DSACacheLayer(CacheLayerMixin):
 
     def _write(self, c_kv: Tensor | None, k_pe: Tensor | None, index_key: Tensor | None) -> None:
         torch.ops.dsa.cache_write.default(
-            self.latent, self.index_keys, self._slots(), c_kv, k_pe, index_key, None, self.index_scales
+            self.latent, self.index_keys, self.slots(), c_kv, k_pe, index_key, None, self.index_scales
         )
 
-    def _slots(self) -> Tensor:
+    def slots(self) -> Tensor:
+        """int64[B, T] of the running call, -1 for padding."""
         if self.lengths.slots is None:
             raise CacheError(
                 "A DSACache is written inside a call of a model that dsa_compile.optimize or prepare returned; "
@@ -209,6 +219,8 @@ class DSACache(Cache):
         capacity: slots per sequence; more tokens are a `CacheCapacityError`.
         dtype, device: of the model, and of the pools.
         fp8: keep latents in fp8 instead of ``dtype``. fp8_keys: the same for index keys.
+        mtp_width: hidden size of the model, if the last of ``dims`` is its MTP layer. That layer's rows are those of
+            the tokens from the second on: row i is of tokens i and i + 1.
         fingerprint: the model that owns it; None until a model first writes to it.
 
     Raises:
@@ -227,6 +239,7 @@ class DSACache(Cache):
         device: torch.device | str = "cpu",
         fp8: bool = False,
         fp8_keys: bool = False,
+        mtp_width: int | None = None,
         fingerprint: str | None = None,
     ) -> None:
         if batch_size < 1 or capacity < 1:
@@ -234,7 +247,8 @@ class DSACache(Cache):
         device = torch.empty(0, device=device).device  # names the index, as tensors do
         if fp8 or fp8_keys:
             check_fp8_device(device)
-        self.lengths = Lengths(batch_size, device)
+        state = None if mtp_width is None else torch.zeros(batch_size, mtp_width, dtype=dtype, device=device)
+        self.lengths = Lengths(batch_size, device, state)
         self.fingerprint = fingerprint
         self.dims = tuple(dims)
         super().__init__(
@@ -301,6 +315,8 @@ class DSACache(Cache):
         """Count the tokens of a call that went through."""
         self.lengths.valid = self.lengths.valid + valid.sum(1)
         self.lengths.seen = torch.cat([self.lengths.seen, valid], 1)
+        if self.lengths.next_state is not None:
+            self.lengths.state, self.lengths.next_state = self.lengths.next_state.clone(), None
         bound = self.lengths.bound + valid.shape[1]
         self.lengths.bound = bound if bound <= self.capacity else int(self.lengths.valid.max())
         if not self.lengths.current and any(d.kept_topk for d in self.dims):  # the question waits for the device
@@ -336,6 +352,8 @@ class DSACache(Cache):
         """Write the used part to a safetensors file, whole or not at all."""
         used = int(self.lengths.valid.max()) if self.lengths.padded else 0
         tensors = {"valid": self.lengths.valid, "seen": self.lengths.seen.contiguous()}
+        if self.lengths.state is not None:
+            tensors["state"] = self.lengths.state
         for i, layer in enumerate(self.layers):
             tensors |= {f"layers.{i}.{name}": pool[:, :used].contiguous() for name, pool in layer.pools().items()}
             if layer.kept is not None and self.lengths.current:
@@ -392,6 +410,7 @@ class DSACache(Cache):
             device=device,
             fp8=meta.get("latents") == "fp8",
             fp8_keys=meta.get("index_keys") == "fp8",
+            mtp_width=tensors["state"].shape[1] if "state" in tensors else None,
             fingerprint=meta["fingerprint"] or None,
         )
         for i, layer in enumerate(cache.layers):
@@ -403,6 +422,8 @@ class DSACache(Cache):
                 cache.lengths.current = False
         cache.lengths.valid.copy_(tensors["valid"])
         cache.lengths.seen = tensors["seen"].to(device)
+        if cache.lengths.state is not None:
+            cache.lengths.state.copy_(tensors["state"])
         cache.lengths.bound = used
         return cache
 
@@ -430,5 +451,10 @@ def slots_and_visible(valid: Tensor, stored: Tensor | None) -> tuple[Tensor, Ten
     if stored is not None:
         slots = slots + stored[:, None]
     slots = slots.masked_fill(~valid, -1)
+    return slots, visible_from(slots)
+
+
+def visible_from(slots: Tensor) -> Tensor:
+    """Causal visible int32[B, 1, T, 2] of tokens that go to slots int64[B, T], -1 for padding."""
     end = (slots + 1).to(torch.int32)
-    return slots, torch.stack([torch.zeros_like(end), end], -1).unsqueeze(1)
+    return torch.stack([torch.zeros_like(end), end], -1).unsqueeze(1)

@@ -141,6 +141,7 @@ def generate(
     dtype: DType = "float32",
     device: Device = "cpu",
     lowering: Annotated[str, typer.Option(help="inductor, or eager to skip its compilation.")] = "inductor",
+    drafts: Annotated[int, typer.Option(help="Tokens to draft in a step with the checkpoint's MTP layer.", min=0)] = 0,
     stock: Annotated[bool, typer.Option("--stock", help="Run transformers' own model, for comparison.")] = False,
     temperature: Annotated[float, typer.Option(help="0: greedy.", min=0.0)] = 0.0,
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
@@ -160,6 +161,7 @@ def generate(
             plan=plan,
             evaluation=evaluation,
             lowering=lowering,
+            mtp={"drafts": drafts} if drafts else None,
         )
         model = load(checkpoint, dtype, device)
         tokenizer = _tokenizer(checkpoint)
@@ -171,9 +173,10 @@ def generate(
         run = timed_generate(model, ids, max_new_tokens, progress=True, **sampling)
     console = Console(soft_wrap=True)
     console.print(tokenizer.decode(run.new_tokens[0], skip_special_tokens=True), markup=False)
+    drafted = "" if run.accept_length is None else f"{run.accept_length:.2f} tokens a step; "
     console.print(
         f"prompt {ids.shape[1]} tokens, {run.prefill_rate:,.1f} tokens/s with compilation; "
-        f"{run.new_tokens.shape[1]} new, {run.decode_rate:,.1f} tokens/s after the first decode step; "
+        f"{run.new_tokens.shape[1]} new, {run.decode_rate:,.1f} tokens/s after the first decode step; {drafted}"
         f"cache {run.cache_bytes / 2**20:,.2f} MiB; peak memory {peak_memory(model.device) / 2**20:,.0f} MiB",
         style="dim",
     )

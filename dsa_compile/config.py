@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from torch import Tensor, nn
+
 from dsa_compile.errors import ConfigError
 from dsa_compile.plan import LAYER0, check_name
 
@@ -15,6 +17,9 @@ LOWERINGS = ("inductor", "eager")
 CACHE_DTYPES = (None, "fp8")
 DEFAULT_INDEX_TOPK = 2048
 """``index_topk`` of DeepSeek-V3.2 and GLM-5, used where neither the model nor the user names one."""
+
+AUTO_DRAFTS = 3
+"""Drafts at most where ``MTPConfig.drafts`` is ``"auto"``."""
 
 
 def check_fields(cls: type, fields: Mapping[str, Any]) -> None:
@@ -73,6 +78,39 @@ class CacheConfig(_Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MTPConfig(_Options):
+    """Multi-token prediction: what `generate` drafts with the MTP layer of a DeepSeek or GLM checkpoint.
+
+    Args:
+        drafts: tokens that are drafted and verified in a step; from 2 on the one layer reads its own output.
+            ``"auto"``: from 0 to 3, whatever gives most tokens a second as `generate` measures it, for each batch size;
+            each number that is tried is a graph to compile.
+        module: where its weights come from: a checkpoint folder, a safetensors file, a state dict or a module, with the
+            names that DeepSeek gives them behind ``model.layers.{L}.``. None: the checkpoint that the model was loaded
+            from.
+        share_selection: whether the drafts of a step attend to the selection of the first one. None: as
+            ``index_share_for_mtp_iteration`` of the model's config says (GLM-5.2), else each to its own.
+
+    Raises:
+        ConfigError: a value is out of range, or a field is unknown (through `of`).
+    """
+
+    drafts: int | str = 1
+    module: str | Path | Mapping[str, Tensor] | nn.Module | None = None
+    share_selection: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.drafts != "auto":
+            _check_count("MTPConfig.drafts", self.drafts)
+        _check_choice("MTPConfig.share_selection", self.share_selection, (None, False, True))
+
+    @property
+    def most(self) -> int:
+        """Drafts of a step at most."""
+        return self.drafts if isinstance(self.drafts, int) else AUTO_DRAFTS
+
+
+@dataclass(frozen=True, kw_only=True)
 class DSAConfig(_Options):
     """Options of `optimize`, `prepare` and the backend.
 
@@ -91,6 +129,7 @@ class DSAConfig(_Options):
         layer0: under MLI, whether layer 0 waits for its own selection (``"serial"``), attends to all (``"dense"``), or
             to what it selected for the token before, and to the new token (``"previous_step"``).
         evaluation: a file that ``dsa-compile eval --out`` wrote of this model, selector, K and plan: no warning then.
+        mtp: attach the checkpoint's MTP layer, with which ``generate`` drafts. None: it is left out.
         cache: how ``generate`` makes caches.
         select_budget: bytes of scores that a selection may hold at once.
         lowering: ``"inductor"``, or ``"eager"`` to run the rewritten graph as it is (tests, debugging).
@@ -109,6 +148,7 @@ class DSAConfig(_Options):
     plan: str | Sequence[str] | None = None
     layer0: str = "serial"
     evaluation: str | Path | None = None
+    mtp: MTPConfig | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     select_budget: int = 256 << 20
     lowering: str = "inductor"
@@ -138,8 +178,17 @@ class DSAConfig(_Options):
             object.__setattr__(self, "cache", CacheConfig.of(**self.cache))
         if not isinstance(self.cache, CacheConfig):
             raise ConfigError(f"cache: expected CacheConfig or a dict of its fields, came {type(self.cache).__name__}.")
+        if isinstance(self.mtp, Mapping):
+            object.__setattr__(self, "mtp", MTPConfig.of(**self.mtp))
+        if self.mtp is not None and not isinstance(self.mtp, MTPConfig):
+            raise ConfigError(f"mtp: expected MTPConfig or a dict of its fields, came {type(self.mtp).__name__}.")
         if self.selector == "dense" and (self.plan not in (None, "own") or self.layer0 != "serial"):
             raise ConfigError(f"plan={self.plan!r}: selector='dense' selects nothing that a plan could share.")
+        if self.mtp is not None and self.layer0 == "previous_step":
+            raise ConfigError(
+                "layer0='previous_step' with mtp=: the selection of the token before may be that of a rejected draft. "
+                "Choose layer0='serial' or 'dense', or leave mtp= out."
+            )
         if self.indexer is not None and self.selector in ("attention", "dense"):
             raise ConfigError(f"indexer= is read by selector='indexer' alone, came selector={self.selector!r}.")
 

@@ -17,6 +17,10 @@ class IndexerWeightsError(DSAError, ValueError):
     """Indexer weights are missing, of another shape, or hold NaN."""
 
 
+class MTPWeightsError(DSAError, ValueError):
+    """Weights of the MTP layer are missing, of another shape or dtype, or hold NaN."""
+
+
 class CheckpointError(DSAError, ValueError):
     """A checkpoint folder or file cannot be read as one."""
 

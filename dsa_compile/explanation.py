@@ -184,12 +184,13 @@ def _layers(
 ) -> list[LayerExplanation]:
     names = {id(module): name for name, module in clone.named_modules()}
     layers: list[LayerExplanation] = []
-    held_by_layer, letters = clone.make_cache(1, 1).layers, clone.dsa.plan.letters
+    held_by_layer = clone.make_cache(1, 1).layers
+    letters = clone.dsa.plan.letters + ("F" if clone.dsa.drafts else "")  # the MTP layer selects for itself
     for module, dims, held, letter in zip(attention_modules(clone), clone.dsa.dims, held_by_layer, letters):
         path = names[id(module)]
         found = {kind: [e for e in r.entries if e.where == path] for kind, r in reports.items()}
         topk = clone.dsa.index_topk if _is_sparse(found["decode"]) else None
-        owner = len(layers) in clone.dsa.plan.owners
+        owner = len(layers) in clone.dsa.plan.owners or len(layers) == len(clone.dsa.plan.letters)
         if letter == "D" and owner and dims.indexer:
             topk = context  # scores for others, and attends to everything
         row = held.latent.nbytes
@@ -270,6 +271,7 @@ def _options_of(model: Any) -> DSAConfig:
         selector=dsa.selector,
         index_topk=dsa.index_topk,
         cache=dsa.config.cache,
+        mtp=dsa.config.mtp,
         plan=dsa.config.plan,
         layer0=dsa.config.layer0,
         disable_passes=dsa.config.disable_passes,

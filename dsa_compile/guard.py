@@ -4,6 +4,7 @@ It refuses what the compiled graph would serve wrongly, turns the 2-D mask into 
 tokens only when the call went through.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,9 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from dsa_compile import compat
 from dsa_compile.cache import DSACache, slots_and_visible
 from dsa_compile.errors import CacheError, InputError
+from dsa_compile.generate import sample
+from dsa_compile.models.mtp_step import UNCOMPILED, Graphs
+from dsa_compile.pace import Pace
 
 PARAMETERS = (
     "input_ids",
@@ -42,18 +46,24 @@ class Guard:
         self.model = model
         self._compile: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._run: Callable[..., Any] = _forward
+        self._graphs = UNCOMPILED
+        self._said: set[str] = set()
+        self._paces: dict[int, Pace] = {}  # by batch size
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """From now on run the forward through ``torch.compile(..., *args, **kwargs)``, as one graph."""
+        """From now on run forward and drafting through ``torch.compile(..., *args, **kwargs)``, as one graph each."""
         compat.raise_recompile_limit()
         self._compile = (args, {"fullgraph": True, **kwargs})
-        self._run = torch.compile(compat.own_code(_forward), *args, **self._compile[1])
+        self._run, *graphs = (
+            torch.compile(compat.own_code(function), *args, **self._compile[1]) for function in (_forward, *UNCOMPILED)
+        )
+        self._graphs = Graphs(*graphs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self.model, "_compile": self._compile}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.model, self._compile, self._run = state["model"], None, _forward
+        self.__init__(state["model"])  # type: ignore[misc]
         if state["_compile"] is not None:
             args, kwargs = state["_compile"]
             self.compile(*args, **kwargs)
@@ -76,6 +86,18 @@ class Guard:
             inputs["position_ids"] = _positions(tokens, inputs.get("position_ids"), 0)
             return self._run(self.model, _hinted(inputs | {"use_cache": False}, tokens))
         return self._cached(tokens, inputs, cache)
+
+    def sample(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ``generate`` calls for greedy search and sampling; ``plain`` is transformers' own loop."""
+        pace = None
+        if self.model.dsa.config.mtp.drafts == "auto":
+            pace = self._paces.setdefault(args[0].shape[0], Pace(self.model.dsa.drafts))
+        return sample(self.model, self._graphs, pace, self._say_once, plain, *args, **kwargs)
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, stacklevel=4)
 
     def _traced(self, tokens: Tensor, inputs: dict[str, Any]) -> Any:
         """Inside somebody's ``torch.compile(model)``: only what is arithmetic, and no cache."""

@@ -19,12 +19,14 @@ class Run:
 
     Rates are tokens per second over the whole batch. ``decode_rate`` leaves out the first decode step, whose graph may
     have to be compiled; it is NaN where no step follows. ``prefill_rate`` includes compiling the prompt's graph.
+    ``accept_length``: tokens that a step added to a sequence; None where nothing was drafted.
     """
 
     new_tokens: Tensor
     cache_bytes: int
     prefill_rate: float
     decode_rate: float
+    accept_length: float | None
 
 
 class _Clock(BaseStreamer):
@@ -51,6 +53,7 @@ def timed_generate(model: Any, ids: Tensor, max_new_tokens: int, *, progress: bo
         output = model.generate(
             ids, max_new_tokens=max_new_tokens, streamer=clock, return_dict_in_generate=True, **arguments
         )
+    drafted = getattr(output, "mtp", None)
     start, first, *later = clock.marks
     steps = len(later) - 1
     return Run(
@@ -58,6 +61,7 @@ def timed_generate(model: Any, ids: Tensor, max_new_tokens: int, *, progress: bo
         cache_bytes=cache_bytes(output.past_key_values),
         prefill_rate=ids.numel() / (first - start),
         decode_rate=ids.shape[0] * steps / (later[-1] - later[0]) if steps > 0 else float("nan"),
+        accept_length=drafted.accept_length if drafted else None,
     )
 
 

@@ -34,7 +34,9 @@ class Replanned:
         # the weights of an indexer may be replaced by those that the options name
         shared = [t for name, t in model.state_dict(keep_vars=True).items() if ".indexer." not in name]
         twin: Any = copy.deepcopy(model, {id(t): t for t in shared})
-        self.model = prepare(twin, options, plan=None, layer0="serial", evaluation=None, lowering="eager").eval()
+        self.model = prepare(
+            twin, options, mtp=None, plan=None, layer0="serial", evaluation=None, lowering="eager"
+        ).eval()
         self.own: Plan = self.model.dsa.plan
         self._job: tuple[Plan, bool] = (self.own, False)
         self._graphs: dict[GraphModule, GraphModule] = {}

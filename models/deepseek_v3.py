@@ -8,11 +8,16 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
 from dsa_compile.models.family import Family
 from dsa_compile.models.latent_attention import LatentAttention
+from dsa_compile.models.mtp import MTPLayer
 from dsa_compile.models.prepared import PreparedModel
 
 
 class DeepseekV3Attention(LatentAttention, hf.DeepseekV3Attention):
     """Latent attention of a prepared model."""
+
+
+class DeepseekV3MTPLayer(MTPLayer, hf.DeepseekV3DecoderLayer):  # type: ignore[misc]
+    """The layer behind the last, which drafts."""
 
 
 class DeepseekV3ForCausalLM(PreparedModel, hf.DeepseekV3ForCausalLM):  # type: ignore[misc]
@@ -23,4 +28,5 @@ FAMILY = Family(
     model_type="deepseek_v3",
     classes={hf.DeepseekV3Attention: DeepseekV3Attention, hf.DeepseekV3ForCausalLM: DeepseekV3ForCausalLM},
     index_rope="half",
+    mtp_layer=DeepseekV3MTPLayer,
 )

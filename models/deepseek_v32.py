@@ -9,6 +9,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as hf
 
 from dsa_compile.models.family import Family
 from dsa_compile.models.latent_attention import LatentAttention, NativeIndexer
+from dsa_compile.models.mtp import MTPLayer
 from dsa_compile.models.prepared import PreparedModel
 
 
@@ -18,6 +19,10 @@ class DeepseekV32Attention(LatentAttention, hf.DeepseekV32Attention):
 
 class DeepseekV32Indexer(NativeIndexer, hf.DeepseekV32Indexer):
     """The model's own indexer, emitting ``dsa::select``."""
+
+
+class DeepseekV32MTPLayer(MTPLayer, hf.DeepseekV32DecoderLayer):  # type: ignore[misc]
+    """The layer behind the last, which drafts."""
 
 
 class DeepseekV32ForCausalLM(PreparedModel, hf.DeepseekV32ForCausalLM):  # type: ignore[misc]
@@ -33,4 +38,5 @@ FAMILY = Family(
     },
     index_rope="half",
     native_indexer=True,
+    mtp_layer=DeepseekV32MTPLayer,
 )

@@ -24,6 +24,7 @@ class Family:
         index_rope: layout of an indexer's RoPE, ``"half"`` or ``"interleaved"``, where the config does not say.
         native_indexer: the class brings indexers of its own.
         indexer_key: checkpoint name of an indexer's tensors, with ``{layer}``.
+        mtp_layer: our subclass of the stock decoder layer; None where no checkpoint holds an MTP layer.
     """
 
     model_type: str
@@ -31,6 +32,7 @@ class Family:
     index_rope: str
     native_indexer: bool = False
     indexer_key: str = "model.layers.{layer}.self_attn.indexer."
+    mtp_layer: type[nn.Module] | None = None
 
     @property
     def causal_lm(self) -> type[nn.Module]:

@@ -9,6 +9,7 @@ from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as hf
 
 from dsa_compile.models.family import Family
 from dsa_compile.models.latent_attention import LatentAttention, NativeIndexer
+from dsa_compile.models.mtp import MTPLayer
 from dsa_compile.models.prepared import PreparedModel
 
 
@@ -18,6 +19,10 @@ class GlmMoeDsaAttention(LatentAttention, hf.GlmMoeDsaAttention):
 
 class GlmMoeDsaIndexer(NativeIndexer, hf.GlmMoeDsaIndexer):
     """The model's own indexer, emitting ``dsa::select``."""
+
+
+class GlmMoeDsaMTPLayer(MTPLayer, hf.GlmMoeDsaDecoderLayer):  # type: ignore[misc]
+    """The layer behind the last, which drafts."""
 
 
 class GlmMoeDsaForCausalLM(PreparedModel, hf.GlmMoeDsaForCausalLM):  # type: ignore[misc]
@@ -33,4 +38,5 @@ FAMILY = Family(
     },
     index_rope="interleaved",
     native_indexer=True,
+    mtp_layer=GlmMoeDsaMTPLayer,
 )

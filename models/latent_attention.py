@@ -119,12 +119,14 @@ def mla_attention(
     scaling: float,
     dropout: float = 0.0,
     indices: Tensor | None = None,
+    shares_selection: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention: query [B, H, T, N+P], ``attention_mask`` is ``visible``.
 
     ``key`` is the latent pool [B, S, R+P] of a cache (or its rows in fp8), or with ``value`` the call's own rows
-    [B, 1, T, R], [B, 1, T, P].
+    [B, 1, T, R], [B, 1, T, P]. ``shares_selection``: of a layer that a graph runs several times, attend to what it
+    selected first.
     """
     rank, selection = module.kv_lora_rank, module.selection
     if key.dtype == torch.uint8:
@@ -148,7 +150,7 @@ def mla_attention(
         indexer_parameters(module.indexer) if attached else [],
         selection.index_topk if inserted else 0,
         selection.index_rope,
-        selection.mark,
+        module.layer_idx if shares_selection else selection.mark,
     )
     return output, None
 

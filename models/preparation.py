@@ -24,6 +24,8 @@ from dsa_compile.models.indexer import (
     weights_by_layer,
 )
 from dsa_compile.models.latent_attention import ATTENTION_NAME, Selection
+from dsa_compile.models.mtp import attach_mtp, new_mtp_layer
+from dsa_compile.models.mtp_weights import load_mtp_layer
 from dsa_compile.models.prepared import EVALUATION, Preparation, PreparedModel
 from dsa_compile.plan import PREVIOUS_STEP, UNMARKED, Plan, plan_of
 from dsa_compile.record import read_record
@@ -41,6 +43,11 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
     family = family_of(model)
     _check_placement(model)
     attentions: list[Any] = [*attention_modules(model)]
+    layers, mtp = len(attentions), None
+    if config.mtp is not None:
+        mtp = new_mtp_layer(model, family)
+        load_mtp_layer(mtp, model, config.mtp.module)
+        attentions.append(mtp.self_attn)
     selector, indexers = _choose_selector(model, family, attentions, config)
     index_topk = config.index_topk or getattr(model.config, "index_topk", None) or DEFAULT_INDEX_TOPK
     if selector == "indexer" and index_topk > LARGEST_TOPK:
@@ -48,13 +55,14 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
             f"index_topk: expected at most {LARGEST_TOPK} with an indexer, came {index_topk}. Choose fewer tokens, or "
             "selector='dense' for all of them."
         )
-    plan, own = _plans(selector, indexers, config, model.config)
-    owned = [indexer if i in plan.owners else None for i, indexer in enumerate(indexers)]
+    plan, own = _plans(selector, indexers[:layers], config, model.config)
+    owns = [layer in plan.owners or layer == layers for layer in range(len(attentions))]
+    owned = [indexer if owns_it else None for indexer, owns_it in zip(indexers, owns)]
     dims = tuple(
         layer_dims(
             attention,
             _indexer_dims(attention, indexer) if selector == "indexer" else None,
-            index_topk if plan.mark(layer) == PREVIOUS_STEP else 0,
+            index_topk if layer < layers and plan.mark(layer) == PREVIOUS_STEP else 0,
         )
         for layer, (attention, indexer) in enumerate(zip(attentions, owned))
     )
@@ -69,9 +77,12 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
         index_topk=index_topk,
         plan=plan,
         dims=dims,
+        drafts=config.mtp.most if config.mtp else 0,
+        share_drafts=_shares_drafts(config, model.config),
         fingerprint=_fingerprint((name, *marks), [a.kv_a_proj_with_mqa.weight[0] for a in attentions]),
         weights=_fingerprint(
-            (name,), [p[:1] for m in (*attentions, *indexers) if m is not None for p in m.parameters()]
+            (name,),
+            [p[:1] for m in (*attentions[:layers], *indexers[:layers]) if m is not None for p in m.parameters()],
         ),
     )
     _check_reuse(preparation, own)
@@ -85,8 +96,8 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
             index_topk=index_topk,
             index_rope=family.rope_layout(model.config),
             budget=config.select_budget,
-            owned=layer in plan.owners,
-            mark=UNMARKED if plan.mark(layer) == own.mark(layer) else plan.mark(layer),
+            owned=owns[layer],
+            mark=UNMARKED if layer == layers or plan.mark(layer) == own.mark(layer) else plan.mark(layer),
         )
         attention.selection = selection
         if indexer is not None:
@@ -95,6 +106,8 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
             attention.indexer = indexer
         elif indexer is not None:
             indexer.selection = selection  # type: ignore[assignment]
+    if mtp is not None:
+        attach_mtp(model, mtp)
     for module in model.modules():
         if replacement := family.classes.get(type(module)):
             module.__class__ = replacement
@@ -109,6 +122,12 @@ def _plans(selector: str, indexers: list[nn.Module | None], config: DSAConfig, m
     if "plan_selection" in config.disable_passes:
         return own, own
     return plan, own
+
+
+def _shares_drafts(config: DSAConfig, model_config: Any) -> bool:
+    if config.mtp is None or config.mtp.share_selection is None:
+        return bool(getattr(model_config, "index_share_for_mtp_iteration", False))
+    return config.mtp.share_selection
 
 
 def _check_reuse(preparation: Preparation, own: Plan) -> None:
@@ -161,7 +180,7 @@ def _choose_selector(
         return config.selector, present if family.native_indexer else [None] * len(attentions)
     if family.native_indexer:
         if config.indexer is not None:
-            _reload_native(family, attentions, config.indexer)
+            _reload_native(family, attentions[: model.config.num_hidden_layers], config.indexer)
         return "indexer", present
     if config.indexer == "random":
         return "indexer", _random_indexers(attentions, config)

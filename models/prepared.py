@@ -21,6 +21,9 @@ EVALUATION = "plan evaluation"
 class Preparation:
     """What `prepare` decided.
 
+    ``dims`` are of every layer, the MTP layer last if there is one; ``plan`` is of the others. ``drafts``: tokens that
+    `generate` drafts in a step at most, 0 without an MTP layer. ``share_drafts``: all of them attend to one selection.
+
     Copies of a model share both names of its weights: ``fingerprint`` is for caches and differs between plans,
     ``weights`` is for measurements and differs between indexers.
     """
@@ -31,12 +34,19 @@ class Preparation:
     index_topk: int
     plan: Plan
     dims: tuple[LayerDims, ...]
+    drafts: int
+    share_drafts: bool
     fingerprint: str
     weights: str
 
     def subject(self) -> dict[str, Any]:
         """What measurements are of, beside a plan: they say nothing of other weights, another selector or K."""
         return {"weights": self.weights, "selector": self.selector, "index_topk": self.index_topk}
+
+    @property
+    def draft_slots(self) -> int:
+        """Slots of a cache that drafts may take behind the last token: of the model's, then of the MTP layer's."""
+        return max(2 * self.drafts - 1, 0)
 
     def graph_options(self) -> dict[str, Any]:
         """Options for the backend; the plan is in the graph already."""
@@ -64,6 +74,7 @@ class PreparedModel:
             device=self.device,  # type: ignore[attr-defined]
             fp8=self.dsa.config.cache.dtype == "fp8",
             fp8_keys=self.dsa.config.cache.index_dtype == "fp8",
+            mtp_width=self.config.hidden_size if self.dsa.drafts else None,  # type: ignore[attr-defined]
             fingerprint=self.dsa.fingerprint,
         )
 
@@ -99,7 +110,12 @@ class PreparedModel:
                 "its tokens in a DSACache. Leave cache_implementation out."
             )
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-        model_kwargs["past_key_values"] = self.cache_for(rows, max_cache_length)
+        model_kwargs["past_key_values"] = self.cache_for(rows, max_cache_length + self.dsa.draft_slots)
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        """Greedy search and sampling of ``generate``."""
+        plain = super()._sample  # type: ignore[misc]
+        return self.dsa_guard.sample(plain, *args, **kwargs) if self.dsa.drafts else plain(*args, **kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]

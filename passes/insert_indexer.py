@@ -71,16 +71,16 @@ class InsertIndexer(GraphPass):
         if not args["indexer_params"]:
             return _Match(node, index_topk)
         path = attention_path(node)
-        x = _input_of(node.graph, f"{path}.kv_a_proj_with_mqa")
+        x = _input_of(node, f"{path}.kv_a_proj_with_mqa")
         if x is None:
             raise Refused(f"no projection {path}.kv_a_proj_with_mqa in the graph", node)
-        q_latent = _input_of(node.graph, f"{path}.q_b_proj") or _input_of(node.graph, f"{path}.q_proj")
+        q_latent = _input_of(node, f"{path}.q_b_proj") or _input_of(node, f"{path}.q_proj")
         if q_latent is None:
             raise Refused(f"no projection {path}.q_b_proj or {path}.q_proj in the graph", node)
-        rope = _rotary_outputs(node.graph)
+        rope = _rotary_outputs(node)
         if not rope:
             raise Refused("no cos and sin (or complex frequencies) that come out of a rotary_emb module", node)
-        return _Match(node, index_topk, x, q_latent, rope, _write_of(args["c_kv"]))
+        return _Match(node, index_topk, x, q_latent, rope, _write_of(args["c_kv"], node))
 
     def rewrite(self, graph: Graph, match: _Match, context: Context) -> str:
         args, budget = arguments(match.mla), context.config.select_budget
@@ -158,41 +158,44 @@ def _real_rope(freqs: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, t
     return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
 
-def _input_of(graph: Graph, module_path: str) -> Node | None:
-    """What the linear layer at ``module_path`` is applied to."""
-    linears = graph.find_nodes(op="call_function", target=F.linear)
-    return next((n.args[0] for n in linears if attention_path(n) == module_path), None)
+def _input_of(mla: Node, module_path: str) -> Node | None:
+    """What the linear layer at ``module_path`` is applied to, the last time before ``mla``."""
+    linears = mla.graph.find_nodes(op="call_function", target=F.linear)
+    return next((n.args[0] for n in reversed(linears) if attention_path(n) == module_path and n < mla), None)
 
 
-def _rotary_outputs(graph: Graph) -> tuple[Node, ...]:
-    """(cos, sin) or (complex frequencies,) that a ``rotary_emb`` module hands to the layers, else ()."""
-    cos, sin, freqs = (_leaving_rotary(graph, name) for name in ("cos", "sin", "polar"))
+def _rotary_outputs(mla: Node) -> tuple[Node, ...]:
+    """(cos, sin) or (complex frequencies,) that a ``rotary_emb`` module handed to the layers last before ``mla``."""
+    cos, sin, freqs = (_leaving_rotary(mla, name) for name in ("cos", "sin", "polar"))
     if cos is not None and sin is not None:
         return cos, sin
     return () if freqs is None else (freqs,)
 
 
-def _leaving_rotary(graph: Graph, name: str) -> Node | None:
-    """What a ``rotary_emb`` module hands out of the values that it makes by calling ``name``."""
+def _leaving_rotary(mla: Node, name: str) -> Node | None:
+    """What a ``rotary_emb`` module hands out last before ``mla`` of the values that it makes by calling ``name``."""
     todo = [
-        *graph.find_nodes(op="call_method", target=name),
-        *graph.find_nodes(op="call_function", target=getattr(torch, name)),
+        *mla.graph.find_nodes(op="call_method", target=name),
+        *mla.graph.find_nodes(op="call_function", target=getattr(torch, name)),
     ]
+    found = []
     while todo:
         node = todo.pop(0)
-        if _in_rotary(node):
+        if _in_rotary(node) and node < mla:
             if any(not _in_rotary(u) for u in node.users):
-                return node
-            todo += node.users
-    return None
+                found.append(node)
+            else:
+                todo += node.users
+    return max(found, default=None)
 
 
 def _in_rotary(node: Node) -> bool:
     return any(path.endswith("rotary_emb") for path, _ in compat.module_stack(node))
 
 
-def _write_of(c_kv: Node) -> Node | None:
-    """The cache write into the pool that ``c_kv`` is a slice of."""
+def _write_of(c_kv: Node, mla: Node) -> Node | None:
+    """The last cache write before ``mla`` into the pool that ``c_kv`` is a slice of."""
     pool = pool_of(c_kv)
-    writes = [u for u in pool.users if is_op(u, "cache_write") and u.args[0] is pool] if pool is not None else []
-    return writes[0] if writes else None
+    if pool is None:
+        return None
+    return max((u for u in pool.users if is_op(u, "cache_write") and u.args[0] is pool and u < mla), default=None)

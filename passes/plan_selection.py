@@ -14,7 +14,8 @@ After::
     dsa.cache_write(latent_2, index_keys_2, slots, c_kv, k_pe, None)
     out_2 = dsa.mla(..., topk_1, ...)
 
-The projections of a dropped selection go with it. Without a plan the graph stays as it is.
+The projections of a dropped selection go with it. Without a plan the graph stays as it is. A layer that the graph runs
+several times, as the MTP layer, may attend to what it selected first, of whose last row there are fewer later.
 
 Where layer 0 attends to the selection of the token before, with ``layer0="previous_step"``, before::
 
@@ -112,14 +113,17 @@ class PlanSelection(GraphPass):
                 raise Refused("attends to the selection of the token before already", node)
             if args["visible"] is None:
                 raise Refused("which token a row is, a mask does not say: its own selection stays", node)
-        elif topk is wanted:
+        elif topk is not None and wanted in (topk, *topk.all_input_nodes):
             raise Refused(f"attends to the selection of layer {source} already", node)
         return _Match(node, mark, wanted)
 
     def rewrite(self, graph: Graph, match: _Match, context: Context) -> str:
-        if match.topk is not None and match.mark == PREVIOUS_STEP:
-            return _attend_a_token_late(graph, match.mla, match.topk)
-        set_arguments(match.mla, topk_indices=match.topk)
+        topk = match.topk
+        if topk is not None and match.mark == PREVIOUS_STEP:
+            return _attend_a_token_late(graph, match.mla, topk)
+        if topk is not None and (rows := value_of(arguments(match.mla)["q"]).shape[2]) != value_of(topk).shape[1]:
+            topk = emit(graph, match.mla, lambda picks: picks[:, -rows:], topk)
+        set_arguments(match.mla, topk_indices=topk)
         return "attends to everything" if match.topk is None else f"attends to the selection of layer {match.mark}"
 
 

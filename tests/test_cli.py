@@ -1,6 +1,7 @@
 """The console script, as a person at a shell meets it."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import dsa_compile
 from dsa_compile.cli import app
 
 PROMPT = "The code of zujezo is 7629.\nRecall: the code of zujezo is"
@@ -37,6 +39,15 @@ def test_generate_answers_and_reports(checkpoint, tmp_path):
         assert result.stdout.lstrip().startswith("7629")
         for word in ("prompt 30 tokens", "tokens/s", "cache", "peak memory"):
             assert word in result.stdout
+
+
+def test_generate_drafts(checkpoint, monkeypatch):
+    monkeypatch.setattr(dsa_compile, "optimize", dsa_compile.prepare)  # uncompiled
+    dense = ("--selector", "dense", "--lowering", "eager", "--drafts", 1, "--max-new-tokens", 4)
+    result = run("generate", checkpoint, "--prompt", PROMPT, *dense)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.lstrip().startswith("7629")
+    assert re.search(r"; [12]\.\d\d tokens a step; cache", result.stdout)
 
 
 def test_explain_prints_the_tables(checkpoint):

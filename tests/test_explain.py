@@ -69,6 +69,13 @@ def test_costs_are_those_of_what_the_passes_made(device):
     assert "skipped: no selection: attention stays dense" in str(without)
 
 
+def test_an_mtp_layer_is_explained_with_the_others(device):
+    found = dsa_compile.explain(stock("deepseek_v32", device, 1), mtp={})
+    assert [layer.path for layer in found.layers] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert (found.plan, found.layers[1].indexer) == ("F", "own")
+    assert found.layers[1].bytes_per_token == found.layers[0].bytes_per_token
+
+
 def test_no_weight_is_read_or_changed(device):
     model = stock("deepseek_v32", device)
     before = {name: (t.data_ptr(), t._version) for name, t in model.state_dict().items()}

@@ -10,6 +10,7 @@ from oracles import rewired
 
 import dsa_compile
 from dsa_compile.cache import DSACache
+from dsa_compile.errors import ConfigError
 from dsa_compile.passes.base import is_op
 
 pytestmark = [pytest.mark.shared_graphs, pytest.mark.filterwarnings("ignore:plan=")]
@@ -168,3 +169,8 @@ def test_without_a_backend_nothing_is_kept(ids, device):
     cache = plain.make_cache(2, 64)
     following(plain, ids, cache)
     assert not cache.lengths.current
+
+
+def test_drafts_would_leave_the_selection_of_a_rejected_token():
+    with pytest.raises(ConfigError, match="layer0='previous_step' with mtp="):
+        dsa_compile.DSAConfig(plan="mli", layer0="previous_step", mtp={})

@@ -21,7 +21,7 @@ HIDDEN, LATENT, HI, DI, P = 8, 7, 2, 6, DIMS.qk_rope_head_dim
 
 class Rotary(nn.Module):
     def forward(self, x):
-        angles = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[None, :, None].expand(-1, -1, P)
+        angles = x.mean() + torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[None, :, None].expand(-1, -1, P)
         return angles.cos(), angles.sin()
 
 
@@ -186,6 +186,23 @@ def test_noise_and_several_layers(device):
     model = Noisy(5, layers=3).to(device).double()
     outcome = check(model, *inputs(device), matches=3, ops={op: 3 * n for op, n in INDEXER.items()}, atol=0)
     assert [e.where for e in outcome.entries] == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_a_layer_that_runs_twice_reads_each_time_what_it_is_given_then(device):
+    class Twice(Model):
+        def forward(self, x, q_latent, visible, *then):
+            return super().forward(x, q_latent, visible) + super().forward(*then)
+
+    def picks(model, *given, matches):
+        outcome = check(model, *given, matches=matches, ops={op: matches * n for op, n in INDEXER.items()}, atol=None)
+        return [outcome.values[node] for node in outcome.nodes(torch.ops.dsa.select.default)]
+
+    model, first, then = Twice(3).to(device).double(), inputs(device, queries=12), inputs(device, queries=12)
+    once = Model(3).to(device).double()
+    once.load_state_dict(model.state_dict())
+    want = [picks(once, *given, matches=1)[0] for given in (first, then)]
+    assert not torch.equal(*want)
+    assert all(map(torch.equal, picks(model, *first, *then, matches=2), want))
 
 
 def test_other_attention_is_untouched(device):

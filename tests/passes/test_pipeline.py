@@ -188,6 +188,7 @@ CHANGES = {
     "indexer": "random",
     "index_n_heads": 3,
     "index_head_dim": 24,
+    "mtp": {"drafts": 2, "share_selection": True},
     "cache": {"capacity": 7, "dtype": "fp8", "index_dtype": "fp8", "rotate_index": True},
 }
 

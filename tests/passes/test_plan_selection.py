@@ -26,7 +26,7 @@ class Attention(nn.Module):
         super().__init__()
         self.kind, self.marked = kind, marked
 
-    def forward(self, q, latent, weight, visible, index_q, index_weights, index_key, pool, slots):
+    def forward(self, q, latent, weight, visible, index_q, index_weights, index_key, pool, slots, marked=None):
         c_kv, k_pe = latent[..., :RANK], latent[..., RANK:]
         picks = None
         if self.kind in ("indexer", "fp8"):
@@ -40,7 +40,7 @@ class Attention(nn.Module):
                 q, c_kv, k_pe, weight, visible, None, NOPE, SCALE, TOPK, BUDGET
             )
         return torch.ops.dsa.mla.default(
-            q, c_kv, k_pe, weight, visible, None, picks, NOPE, SCALE, [], 0, "half", self.marked
+            q, c_kv, k_pe, weight, visible, None, picks, NOPE, SCALE, [], 0, "half", marked or self.marked
         )
 
 
@@ -108,6 +108,22 @@ def test_marks_of_prepare_need_no_option():
     model = Model(["exact", "dense", "exact", "dense"], [-1, 0, 0, 2])
     outcome = check(model, matches=3, ops={}, atol=None)
     assert sources(outcome) == [0, 0, 0, 2]
+
+
+def test_a_layer_that_runs_again_may_read_the_last_row_of_its_first_selection():
+    class Again(Model):
+        def forward(self, q, latent, weight, visible, index_q, index_weights, index_key, pools, slots):
+            rest = latent, weight, visible, index_q, index_weights, index_key, pools[1], slots
+            row = [x[:, -1:] for x in (index_q, index_weights, index_key)]
+            last = latent, weight, visible[:, :, -1:], *row, pools[1], slots[:, -1:]
+            return self.layers[1](q, *rest), self.layers[1](q[:, :, -1:], *last, marked=1)
+
+    outcome = check(Again(["dense", "indexer"]), matches=2, ops={SELECT: -1}, atol=None)
+    (select,) = outcome.nodes(torch.ops.dsa.select.default)
+    first, again = outcome.nodes(torch.ops.dsa.mla.default)
+    assert first.args[6] is select
+    assert torch.equal(outcome.values[again.args[6]], outcome.values[select][:, -1:])
+    assert all(write.args[5] is not None for write in outcome.nodes(torch.ops.dsa.cache_write.default))
 
 
 def test_a_layer_marked_dense_lends_its_selection_all_the_same():

@@ -1,0 +1,237 @@
+"""``generate`` of a model with an MTP layer: what transformers' sampling loop gives, several tokens a step."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.logits_process import (
+    PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from dsa_compile.cache import DSACache
+from dsa_compile.errors import CacheCapacityError
+from dsa_compile.models.mtp_step import Graphs, Place
+from dsa_compile.pace import Pace
+from dsa_compile.progress import Progress, is_length_or_eos
+from dsa_compile.sampling import Sampling
+from dsa_compile.steps import BetweenGraphs, InGraph, Stepped
+
+NEED_EVERY_STEP = (
+    PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+"""Logits processors that keep something from step to step, or know sequences by their place in the batch."""
+
+
+@dataclass(frozen=True)
+class MTPStatistics:
+    """What drafting brought in one ``generate``.
+
+    Attributes:
+        steps_of: verifications of the batch, by the number of drafts: of none, of one, ...
+        tokens: new tokens that the steps gave; the first of each sequence comes from the prompt.
+        verified: sequences verified, over all steps; finished ones are not.
+        accepted: of these, how many accepted their first draft, their second, ...
+        seconds: of the steps, with compilation where one was due.
+    """
+
+    steps_of: tuple[int, ...]
+    tokens: int
+    verified: int
+    accepted: tuple[int, ...]
+    seconds: float
+
+    @property
+    def steps(self) -> int:
+        """Verifications of the batch."""
+        return sum(self.steps_of)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens that a step adds to a sequence on average: the accepted drafts and one more."""
+        return 1 + sum(self.accepted) / self.verified if self.verified else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.steps else float("nan")
+
+
+@dataclass
+class GenerateMTPOutput(GenerateDecoderOnlyOutput):
+    """What ``generate(return_dict_in_generate=True)`` returns where it drafted."""
+
+    mtp: MTPStatistics | None = None
+
+
+def sample(
+    model: Any,
+    graphs: Graphs,
+    pace: Pace | None,
+    say_once: Callable[[str], None],
+    plain: Callable[..., Any],
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Greedy search or sampling with drafts; by ``plain``, transformers' own loop, where there can be none.
+
+    Args:
+        model: a prepared model with an MTP layer. graphs: of `dsa_compile.models.mtp_step`, compiled or not.
+        pace: what says how many tokens to draft, step by step; None: as many as the model is prepared for.
+        say_once: where a warning goes.
+        input_ids, ...: as ``transformers.GenerationMixin.generate`` prepares them.
+
+    Raises:
+        CacheCapacityError: the cache has no room for the drafts behind the longest sequence; nothing was written.
+    """
+    reason = _refusal(logits_processor, stopping_criteria, generation_config, synced_gpus, input_ids.shape[0])
+    if reason is not None:
+        say_once(f"generate decodes without drafts: {reason}.")
+        arguments = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
+        return plain(input_ids, logits_processor, stopping_criteria, generation_config, **arguments)
+    progress = Progress(input_ids, stopping_criteria, generation_config, streamer)
+    _check_capacity(model, model_kwargs, progress.limit)
+    outputs = model._prefill(input_ids, generation_config, model_kwargs)
+    scores = logits_processor(input_ids, outputs.logits[:, -1].float())  # type: ignore[arg-type]
+    if generation_config.do_sample:
+        first = torch.multinomial(scores.softmax(-1), num_samples=1)
+    else:
+        first = scores.argmax(-1, keepdim=True)
+    progress.take(first.tolist())
+    cache, sampling = outputs.past_key_values, _sampling(model, logits_processor, generation_config)
+    advance: InGraph | BetweenGraphs
+    if sampling is not None:
+        advance = InGraph(model, graphs, cache, sampling, progress)
+    else:
+        names = ", ".join(type(p).__name__ for p in logits_processor)
+        say_once(f"generate drafts in two graphs a step, which is slower: for {names} between them.")
+        advance = BetweenGraphs(
+            model, graphs, cache, logits_processor, progress, greedy=not generation_config.do_sample
+        )
+    with model._optimize_model_for_decode():
+        statistics = _decode(
+            model, graphs.draft, advance, pace, cache, first, progress, model_kwargs["position_ids"][:, -1]
+        )
+    if streamer is not None:
+        streamer.end()
+    sequences: Any = progress.sequences()
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return GenerateMTPOutput(sequences=sequences, past_key_values=cache, mtp=statistics)
+
+
+def _decode(
+    model: Any,
+    draft: Callable[..., Tensor],
+    advance: Callable[[Tensor, Place], Stepped],
+    pace: Pace | None,
+    cache: DSACache,
+    first: Tensor,
+    progress: Progress,
+    last_position: Tensor,
+) -> MTPStatistics:
+    """Steps until every sequence is finished.
+
+    The cache counts their tokens at the end: an interrupted call leaves it as the prompt did.
+    """
+    start = begun = time.perf_counter()
+    device, drafts = first.device, pace.drafts() if pace else model.dsa.drafts
+    state: Any = cache.lengths.state  # of the last token in the cache
+    valid = cache.lengths.valid
+    place = Place(valid, _alive(progress, device), last_position + 1 - valid)
+    verified, steps_of, accepted_at = 0, [0] * (model.dsa.drafts + 1), [0] * model.dsa.drafts
+    try:
+        if not all(progress.finished):
+            fresh, states = first.repeat(1, drafts + 1), state[:, None].repeat(1, drafts + 1, 1)
+            tokens = draft(model, cache, fresh, states, torch.ones_like(valid), place)
+        while not all(progress.finished):
+            # a copy, as under CUDA graphs a step's output lies where the next one writes
+            block, accepted, tokens, states = advance(_resized(tokens, drafts + 1), place)
+            place = place._replace(valid=place.valid + accepted + 1)
+            running = [row for row, finished in enumerate(progress.finished) if not finished]
+            counts, *columns = torch.cat([accepted[None], block.T]).tolist()  # the one wait for the device
+            taken = progress.take([list(row[: count + 1]) for count, row in zip(counts, zip(*columns))])
+            verified += len(running)
+            steps_of[drafts] += 1
+            accepted_at = [n + sum(counts[row] > at for row in running) for at, n in enumerate(accepted_at)]
+            if pace is not None:
+                pace.note(drafts, (now := time.perf_counter()) - begun, [counts[row] for row in running])
+                begun, drafts = now, pace.drafts()
+            if ended := [row for row in running if progress.finished[row]]:
+                state = state.clone()
+                state[ended] = states[ended, [taken[row] - 1 for row in ended]]
+                place = place._replace(alive=_alive(progress, device))
+    finally:
+        cache.lengths.slots = None
+    new = torch.tensor([len(tokens) - 1 for tokens in progress.tokens], device=device)
+    cache.lengths.next_state = state
+    cache.commit(torch.arange(int(new.max()), device=device) < new[:, None])
+    return MTPStatistics(tuple(steps_of), int(new.sum()), verified, tuple(accepted_at), time.perf_counter() - start)
+
+
+def _resized(tokens: Tensor, width: int) -> Tensor:
+    """A copy of tokens [B, W] for a step of another width; a draft that was not made is token 0, as good as any."""
+    return torch.nn.functional.pad(tokens[:, :width], (0, max(width - tokens.shape[1], 0))).clone()
+
+
+def _alive(progress: Progress, device: torch.device) -> Tensor:
+    return ~torch.tensor(progress.finished, device=device)
+
+
+def _refusal(
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    synced_gpus: bool,
+    batch_size: int,
+) -> str | None:
+    """Why a call cannot draft, or None."""
+    if not config.use_cache:
+        return "use_cache=False leaves it no cache"
+    if synced_gpus:
+        return "synced_gpus wants equally many steps of every rank"
+    kept = [n for n in ("scores", "logits", "attentions", "hidden_states") if getattr(config, f"output_{n}")]
+    if config.return_dict_in_generate and kept:
+        return f"output_{kept[0]} is of single tokens"
+    if stopping_criteria.max_length is None:
+        return "nothing bounds the length"
+    eos = any(isinstance(c, EosTokenCriteria) for c in stopping_criteria)
+    if batch_size > 1 and not eos and not all(map(is_length_or_eos, stopping_criteria)):
+        return "without an eos token a sequence that has stopped goes on until all have"
+    if stateful := [type(p).__name__ for p in logits_processor if isinstance(p, NEED_EVERY_STEP)]:
+        return f"{stateful[0]} must see every token of the batch in turn"
+    return None
+
+
+def _sampling(model: Any, logits_processor: LogitsProcessorList, config: GenerationConfig) -> Sampling | None:
+    """What the graph is to do, or None where there are processors that it cannot stand for."""
+    if Sampling.unsupported(config):
+        return None
+    described = model._get_logits_processor(config, device=model.device, model_kwargs={}, input_ids_seq_length=1)
+    ours, all_of_them = ([(type(p), vars(p)) for p in each] for each in (described, logits_processor))
+    return Sampling.of(config) if ours == all_of_them else None
+
+
+def _check_capacity(model: Any, model_kwargs: dict[str, Any], limit: int) -> None:
+    cache = model_kwargs["past_key_values"]
+    longest = int(model_kwargs["attention_mask"].sum(1).max()) + limit - 1
+    needed = longest + model.dsa.draft_slots
+    if isinstance(cache, DSACache) and needed > cache.capacity:
+        raise CacheCapacityError(
+            f"DSACache holds {cache.capacity} tokens a sequence, this call may fill {longest} and drafts take "
+            f"{model.dsa.draft_slots} behind them; nothing was written. Ask for more with "
+            f"model.make_cache(batch_size, capacity={needed}) or CacheConfig(capacity={needed})."
+        )
