@@ -15,7 +15,9 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
-plan_app = typer.Typer(help="Plans: whose selection each layer attends to.", no_args_is_help=True)
+plan_app = typer.Typer(
+    help="Plans: whose selection each layer attends to, what costs what, what fits.", no_args_is_help=True
+)
 app.add_typer(plan_app, name="plan")
 
 Checkpoint = Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint.")]
@@ -32,6 +34,11 @@ DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Cases = Annotated[list[str] | None, typer.Option("--case", help="A case; give it again for another. Default: all.")]
 Out = Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+Gpu = Annotated[str, typer.Option(help="h100, h800, h20, h200 or b200.")]
+
+COSTED_CONTEXTS = [4096, 32768, 131072]
+COSTED_BATCHES = [16, 64]
+WEIGHT_BYTES = {"bfloat16": 2, "fp8": 1}
 
 
 @contextmanager
@@ -220,6 +227,93 @@ def search(
     Console(soft_wrap=True).print(f"plan: {found.plan}")
 
 
+@plan_app.command("cost")
+def plan_cost(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder with a config.json. Default: DeepSeek-V3.2's sizes.")
+    ] = None,
+    gpu: Gpu = "h200",
+    context: Annotated[
+        list[int], typer.Option(help="Cached tokens; give it again for another.", min=1)
+    ] = COSTED_CONTEXTS,
+    batch: Annotated[
+        list[int], typer.Option(help="Requests on a GPU; give it again for another.", min=1)
+    ] = COSTED_BATCHES,
+    index_topk: Topk = None,
+    local_experts: Annotated[int, typer.Option(help="Experts whose weights a GPU holds of each layer.", min=0)] = 3,
+    png: Annotated[Path | None, typer.Option(help="Draw a picture into this PNG file.")] = None,
+) -> None:
+    """Count what dense and sparse attention cost, and what plans and drafts gain; nothing is run."""
+    with one_line_errors():
+        _check_out(png, "--png")
+        from dataclasses import replace
+
+        from dsa_compile.config import DEFAULT_INDEX_TOPK, DSAConfig
+        from dsa_compile.cost.speculation import DEEPSEEK_V32
+        from dsa_compile.cost_tables import CostTables
+
+        name, sizes, own_topk = "DeepSeek-V3.2", DEEPSEEK_V32, None
+        if model is not None:
+            name, (sizes, own_topk) = model.resolve().name, _sizes(model)
+        tables = CostTables(
+            name=name,
+            model=replace(sizes, local_experts=local_experts),
+            gpu=gpu,
+            index_topk=DSAConfig(index_topk=index_topk).index_topk or own_topk or DEFAULT_INDEX_TOPK,
+            contexts=context,
+            batches=batch,
+        )
+        if png is not None:
+            from dsa_compile.cost_picture import draw
+
+            draw(tables, png)
+        Console(width=None if sys.stdout.isatty() else 140).print(tables)
+
+
+@plan_app.command()
+def fits(
+    model: Annotated[Path, typer.Option(help="Folder with a config.json.")],
+    context: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)],
+    batch: Annotated[int, typer.Option(help="Sequences on a GPU.", min=1)] = 1,
+    gpu: Gpu = "h200",
+    gpus: Annotated[int, typer.Option(help="GPUs that the weights are spread over.", min=1)] = 1,
+    weights: Annotated[str, typer.Option(help="bfloat16 or fp8.")] = "bfloat16",
+    cache_dtype: Annotated[str | None, typer.Option(help="fp8. Default: bfloat16.")] = None,
+    index_dtype: Annotated[str | None, typer.Option(help="fp8. Default: bfloat16.")] = None,
+    selector: Selector = None,
+    indexer: Indexer = None,
+    plan: PlanName = None,
+) -> None:
+    """Say whether weights and caches fit on a GPU, and how much does; exits with 1 if they do not."""
+    with one_line_errors():
+        import warnings
+
+        import dsa_compile
+        from dsa_compile.cost.capacity import Capacity
+        from dsa_compile.cost.devices import device_named
+        from dsa_compile.errors import ConfigError
+        from dsa_compile.fit_table import fit_table
+
+        if weights not in WEIGHT_BYTES:
+            raise ConfigError(f"--weights: expected {' or '.join(WEIGHT_BYTES)}, came {weights!r}.")
+        memory = device_named(gpu).memory
+        cache = {"dtype": cache_dtype, "index_dtype": index_dtype}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="plan=")  # a sum loses no quality
+            prepared = dsa_compile.prepare(
+                load_weightless(model), selector=selector, indexer=indexer, plan=plan, cache=cache
+            )
+        capacity = Capacity(
+            memory=memory,
+            weights=sum(p.numel() for p in prepared.parameters()) * WEIGHT_BYTES[weights] / gpus,
+            token=sum(prepared.make_cache(1, 1).bytes_per_token()),
+        )
+        title = f"{model.resolve().name} on {gpu}" + (f", weights over {gpus} of them" if gpus > 1 else "")
+        Console().print(fit_table(title, capacity, context, batch))
+    if not capacity.fits(context, batch):
+        raise typer.Exit(1)
+
+
 @app.command("eval")
 def evaluate(
     checkpoint: Checkpoint,
@@ -319,11 +413,22 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def _check_out(out: Path | None) -> None:
+def _sizes(checkpoint: Path) -> tuple[Any, int | None]:
+    """What the cost model reads of a folder's config, and K where that names one."""
+    from transformers import AutoConfig
+
+    from dsa_compile.served import served
+
+    with reading(checkpoint, "config.json"):
+        config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
+    return served(config), getattr(config, "index_topk", None)
+
+
+def _check_out(out: Path | None, option: str = "--out") -> None:
     from dsa_compile.errors import ConfigError
 
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise ConfigError(f"--out: expected a file in a folder that exists, came {out}.")
+        raise ConfigError(f"{option}: expected a file in a folder that exists, came {out}.")
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

@@ -7,10 +7,10 @@ from dsa_compile.errors import ConfigError
 from dsa_compile.search import PlanSearch
 
 
-def check_matplotlib() -> None:
-    """Raise ConfigError where there is no matplotlib."""
+def check_matplotlib(picture: str = "curve.png") -> None:
+    """Raise ConfigError where there is no matplotlib for ``picture``."""
     if find_spec("matplotlib") is None:
-        raise ConfigError("curve.png: expected matplotlib to draw it, found none. pip install 'dsa_compile[plot]'.")
+        raise ConfigError(f"{picture}: expected matplotlib to draw it, found none. pip install 'dsa_compile[plot]'.")
 
 
 def draw(search: PlanSearch, path: Path) -> None:

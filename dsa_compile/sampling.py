@@ -90,11 +90,7 @@ class Sampling:
                 f"Sampling: expected a GenerationConfig without {', '.join(missing)}. Apply transformers' own logits "
                 "processors to the logits between two graphs."
             )
-        names = (
-            ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
-            if config.do_sample
-            else ("repetition_penalty",)
-        )
+        names = ["repetition_penalty"] + ["temperature", "top_k", "top_p", "min_p"] * bool(config.do_sample)
         given = {name: getattr(config, name) for name in names}
         return cls(greedy=not config.do_sample, **{name: x for name, x in given.items() if x is not None})
 

@@ -212,4 +212,5 @@ def _mtp_verify(
     from dsa_compile.lowering.mtp_verify.limits import check
 
     check(target_probs, draft_tokens, draft_probs, uniforms, greedy)
-    return draft_tokens.new_empty(len(target_probs)), draft_tokens.new_empty(len(target_probs))
+    B = target_probs.shape[0]
+    return draft_tokens.new_empty(B), draft_tokens.new_empty(B)

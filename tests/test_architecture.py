@@ -41,7 +41,7 @@ MATHS = {"dsa_compile.lowering.cache_write.compact", "dsa_compile.lowering.selec
 
 def sources() -> dict[str, Path]:
     """Every module of the package by the name that it is imported as."""
-    files = [p for folder in ("", "bench") for p in (ROOT / "dsa_compile" / folder).glob("*.py")]
+    files = [p for folder in ("", "bench", "cost") for p in (ROOT / "dsa_compile" / folder).glob("*.py")]
     files += [p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")]
     return {module_name(p): p for p in files}
 

@@ -6,9 +6,11 @@ import re
 import pytest
 import torch
 from cases import stock
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
+import dsa_compile.lowering  # noqa: F401 (registers the ops)
 from dsa_compile.errors import ConfigError, InputError
 from dsa_compile.sampling import ABSENT, ABSENT_FROM_SAMPLING, Sampling
 
@@ -78,6 +80,13 @@ def test_equal_to_transformers(rows, fields):
     torch.testing.assert_close(ours, want, atol=1e-7, rtol=1e-6)
 
 
+def test_top_p_keeps_no_token_beyond_the_one_that_reaches_it(rows):
+    flat = torch.zeros_like(rows[0])
+    config = GenerationConfig(do_sample=True, top_p=0.75, eos_token_id=2)
+    for kept in (Sampling.of(config).target(flat), theirs(config, flat, *rows[1:]).softmax(-1)):
+        assert ((kept > 0).sum(-1) == 0.75 * VOCAB).all()
+
+
 def test_greedy_logits_are_penalised_and_nothing_else(rows):
     config = GenerationConfig(do_sample=False, repetition_penalty=1.3, temperature=0.5, top_k=3)
     sampling = Sampling.of(config)
@@ -101,7 +110,7 @@ def test_every_sequence_may_have_numbers_of_its_own(rows):
 
 
 @pytest.mark.parametrize("kind", ["numbers", "tensors"])
-def test_one_graph_holds_it(rows, kind):
+def test_one_graph_holds_histories_of_any_length(rows, kind):
     values = {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.2}
     if kind == "tensors":
         values = {k: torch.full((3,), v, device=rows[0].device) for k, v in values.items()}
@@ -111,9 +120,15 @@ def test_one_graph_holds_it(rows, kind):
         probs = sampling.target(logits, history, lengths)
         return torch.ops.dsa.mtp_verify(probs, history[:, -1:], None, uniforms, False)
 
-    uniforms = torch.rand(3, 2, device=rows[0].device)
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert all(map(torch.equal, compiled(*rows, uniforms), step(*rows, uniforms)))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    logits, history, lengths = rows
+    for tokens in range(3):
+        history, lengths = history[:, tokens:].contiguous(), lengths - tokens
+        torch._dynamo.mark_dynamic(history, 1)
+        inputs = logits, history, lengths, torch.rand(3, 2, device=logits.device)
+        assert all(map(torch.equal, compiled(*inputs), step(*inputs)))
+    assert counter.frame_count == 1
 
 
 def test_16_bit_logits_are_processed_in_float32(rows):
