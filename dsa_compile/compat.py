@@ -21,10 +21,13 @@ def raise_recompile_limit() -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * RECOMPILE_LIMIT)
 
 
-def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of ``function`` with a code object of its own: Dynamo counts recompilations per code object."""
+def own_code(function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+    """A copy of ``function`` with a code object of its own: Dynamo counts recompilations per code object.
+
+    ``name``: by which Dynamo remembers what sizes the copy has seen, and makes dynamic those that vary.
+    """
     assert isinstance(function, FunctionType)
-    code = function.__code__.replace()
+    code = function.__code__.replace(co_name=name or function.__name__)
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 

@@ -101,7 +101,7 @@ class MTPConfig(_Options):
 
     def __post_init__(self) -> None:
         if self.drafts != "auto":
-            _check_count("MTPConfig.drafts", self.drafts)
+            _check_count("MTPConfig.drafts", self.drafts, "or 'auto', ")
         _check_choice("MTPConfig.share_selection", self.share_selection, (None, False, True))
 
     @property
@@ -198,9 +198,9 @@ class DSAConfig(_Options):
         return {name: getattr(self, name) for name in names}
 
 
-def _check_count(name: str, value: object) -> None:
+def _check_count(name: str, value: object, other: str = "") -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ConfigError(f"{name}: expected a whole number of at least 1, came {value!r}.")
+        raise ConfigError(f"{name}: expected a whole number of at least 1, {other}came {value!r}.")
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

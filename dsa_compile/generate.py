@@ -74,7 +74,7 @@ class GenerateMTPOutput(GenerateDecoderOnlyOutput):
 
 def sample(
     model: Any,
-    graphs: Graphs,
+    graphs: Callable[[int], Graphs],
     pace: Pace | None,
     say_once: Callable[[str], None],
     plain: Callable[..., Any],
@@ -89,7 +89,7 @@ def sample(
     """Greedy search or sampling with drafts; by ``plain``, transformers' own loop, where there can be none.
 
     Args:
-        model: a prepared model with an MTP layer. graphs: of `dsa_compile.models.mtp_step`, compiled or not.
+        model: a prepared model with an MTP layer. graphs: by the width of a step, compiled or not.
         pace: what says how many tokens to draft, step by step; None: as many as the model is prepared for.
         say_once: where a warning goes.
         input_ids, ...: as ``transformers.GenerationMixin.generate`` prepares them.
@@ -122,9 +122,7 @@ def sample(
             model, graphs, cache, logits_processor, progress, greedy=not generation_config.do_sample
         )
     with model._optimize_model_for_decode():
-        statistics = _decode(
-            model, graphs.draft, advance, pace, cache, first, progress, model_kwargs["position_ids"][:, -1]
-        )
+        statistics = _decode(model, graphs, advance, pace, cache, first, progress, model_kwargs["position_ids"][:, -1])
     if streamer is not None:
         streamer.end()
     sequences: Any = progress.sequences()
@@ -135,7 +133,7 @@ def sample(
 
 def _decode(
     model: Any,
-    draft: Callable[..., Tensor],
+    graphs: Callable[[int], Graphs],
     advance: Callable[[Tensor, Place], Stepped],
     pace: Pace | None,
     cache: DSACache,
@@ -156,7 +154,7 @@ def _decode(
     try:
         if not all(progress.finished):
             fresh, states = first.repeat(1, drafts + 1), state[:, None].repeat(1, drafts + 1, 1)
-            tokens = draft(model, cache, fresh, states, torch.ones_like(valid), place)
+            tokens = graphs(drafts + 1).draft(model, cache, fresh, states, torch.ones_like(valid), place)
         while not all(progress.finished):
             # a copy, as under CUDA graphs a step's output lies where the next one writes
             block, accepted, tokens, states = advance(_resized(tokens, drafts + 1), place)

@@ -46,7 +46,7 @@ class Guard:
         self.model = model
         self._compile: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._run: Callable[..., Any] = _forward
-        self._graphs = UNCOMPILED
+        self._graphs: dict[int, Graphs] = {}
         self._said: set[str] = set()
         self._paces: dict[int, Pace] = {}  # by batch size
 
@@ -54,10 +54,21 @@ class Guard:
         """From now on run forward and drafting through ``torch.compile(..., *args, **kwargs)``, as one graph each."""
         compat.raise_recompile_limit()
         self._compile = (args, {"fullgraph": True, **kwargs})
-        self._run, *graphs = (
-            torch.compile(compat.own_code(function), *args, **self._compile[1]) for function in (_forward, *UNCOMPILED)
-        )
-        self._graphs = Graphs(*graphs)
+        self._run = self._compiled(_forward)
+        self._graphs.clear()
+
+    def _compiled(self, function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+        if self._compile is None:
+            return function
+        args, kwargs = self._compile
+        compiled: Callable[..., Any] = torch.compile(compat.own_code(function, name), *args, **kwargs)
+        return compiled
+
+    def graphs(self, width: int) -> Graphs:
+        """What drafting runs in steps of ``width`` rows; each width apart, so that it is static."""
+        if width not in self._graphs:
+            self._graphs[width] = Graphs(*(self._compiled(f, f"{f.__name__}_{width}") for f in UNCOMPILED))
+        return self._graphs[width]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self.model, "_compile": self._compile}
@@ -92,7 +103,7 @@ class Guard:
         pace = None
         if self.model.dsa.config.mtp.drafts == "auto":
             pace = self._paces.setdefault(args[0].shape[0], Pace(self.model.dsa.drafts))
-        return sample(self.model, self._graphs, pace, self._say_once, plain, *args, **kwargs)
+        return sample(self.model, self.graphs, pace, self._say_once, plain, *args, **kwargs)
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:

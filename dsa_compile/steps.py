@@ -1,5 +1,6 @@
 """The two ways of a step: logits processed inside its one graph, or by transformers between two graphs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ Stepped = tuple[Tensor, Tensor, Tensor, Tensor]
 class InGraph:
     """Steps of one graph each. Tokens so far stay on the device, for a repetition penalty."""
 
-    def __init__(self, model: Any, graphs: Graphs, cache: DSACache, sampling: Sampling, progress: Progress) -> None:
+    def __init__(
+        self, model: Any, graphs: Callable[[int], Graphs], cache: DSACache, sampling: Sampling, progress: Progress
+    ) -> None:
         self._model, self._graphs, self._cache, self._sampling = model, graphs, cache, sampling
         self._history: Tensor | None = None
         self._seen: Tensor | None = None
@@ -35,7 +38,7 @@ class InGraph:
             columns = self._seen[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
             self._history.scatter_(1, columns.clamp(max=self._history.shape[1] - 1), tokens)
         uniforms = _uniforms(tokens, self._sampling.greedy)
-        block, accepted, drafts, states = self._graphs.step(
+        block, accepted, drafts, states = self._graphs(tokens.shape[1]).step(
             self._model, self._cache, tokens, place, self._sampling, uniforms, self._history, self._seen
         )
         if self._seen is not None:
@@ -49,7 +52,7 @@ class BetweenGraphs:
     def __init__(
         self,
         model: Any,
-        graphs: Graphs,
+        graphs: Callable[[int], Graphs],
         cache: DSACache,
         processors: LogitsProcessorList,
         progress: Progress,
@@ -59,9 +62,10 @@ class BetweenGraphs:
         self._processors, self._progress, self._greedy = processors, progress, greedy
 
     def __call__(self, tokens: Tensor, place: Place) -> Stepped:
-        logits, states = self._graphs.verify(self._model, self._cache, tokens, place)
+        graphs = self._graphs(tokens.shape[1])
+        logits, states = graphs.verify(self._model, self._cache, tokens, place)
         target = self._processed(logits.float(), tokens[:, 1:].tolist())
-        block, accepted, drafts = self._graphs.settle(
+        block, accepted, drafts = graphs.settle(
             self._model, self._cache, target, tokens, states, place, _uniforms(tokens, self._greedy), self._greedy
         )
         return block, accepted, drafts, states

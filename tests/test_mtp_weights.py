@@ -172,8 +172,8 @@ def test_an_indexer_for_all_layers_but_the_mtp_layer_is_refused(device):
 @pytest.mark.parametrize(
     ("mtp", "text"),
     [
-        ({"drafts": -1}, r"MTPConfig\.drafts: expected a whole number of at least 1, came -1"),
-        ({"drafts": 1.5}, r"MTPConfig\.drafts: expected a whole number of at least 1, came 1\.5"),
+        ({"drafts": -1}, r"MTPConfig\.drafts: expected a whole number of at least 1, or 'auto', came -1"),
+        ({"drafts": 1.5}, r"MTPConfig\.drafts: expected a whole number of at least 1, or 'auto', came 1\.5"),
         ({"share_selection": "yes"}, r"MTPConfig\.share_selection: expected one of None, False, True, came 'yes'"),
         ({"draft": 1}, r"MTPConfig: unknown option 'draft'; did you mean 'drafts'"),
         (2, "mtp: expected MTPConfig or a dict of its fields, came int"),

@@ -216,7 +216,8 @@ def test_sampled_tokens_follow_the_distribution_of_plain_sampling(monkeypatch, d
         return torch.cat([tokens[:, :1], triples[likely.multinomial(1).squeeze(1), 5:]], 1)
 
     real = mtp_step.draft
-    monkeypatch.setattr(model.dsa_guard, "_graphs", mtp_step.UNCOMPILED._replace(draft=draft))
+    graphs = mtp_step.UNCOMPILED._replace(draft=draft)
+    monkeypatch.setattr(model.dsa_guard, "graphs", lambda width: graphs)
     output = model.generate(prompt.repeat(rows, 1), **told, return_dict_in_generate=True)
     found = (output.sequences[:, None] == triples).all(-1).sum(0)
     assert found.sum() == rows

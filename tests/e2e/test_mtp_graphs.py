@@ -1,6 +1,7 @@
 """Drafting compiled: what its graphs hold, how many there are, and that they give plain tokens."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from mtp import LAYERS, draft_inputs, drafting, mtp_weights
 from torch._dynamo.utils import counters
 
 import dsa_compile
+from dsa_compile.pace import Pace
 from dsa_compile.passes.pipeline import op_counts
 
 ENDLESS = {"do_sample": False, "eos_token_id": None}
@@ -39,10 +41,22 @@ def test_a_session_takes_three_graphs_whatever_the_prompts_and_what_is_accepted(
     assert len(said) == 1
 
 
+def test_each_width_is_compiled_once_with_a_static_number_of_rows(device, graphs, monkeypatch):
+    widths = itertools.cycle([1, 3])
+    monkeypatch.setattr(Pace, "drafts", lambda pace: next(widths))
+    counters.clear()
+    model = drafting("deepseek_v3", device, drafts="auto", lowering="eager")
+    model.generate(token_ids(2, 5, device), **ENDLESS, max_new_tokens=6)
+    assert counters["stats"]["unique_graphs"] == 4
+    steps = [ops for ops in map(op_counts, graphs) if ops[VERIFY]]
+    assert [ops["dsa.sparse_mla.default"] for ops in steps] == [LAYERS + 1, LAYERS + 3]
+    assert not any(ops["dsa.mla.default"] for ops in steps), "of a dynamic number of rows attention is not absorbed"
+
+
 def test_drafts_select_for_themselves_by_default(device, graphs):
     model = drafting("glm_moe_dsa", device, drafts=3, lowering="eager")
     with torch.no_grad():
-        model.dsa_guard._graphs.draft(*draft_inputs(model, model.make_cache(2, 32), token_ids(2, 1, device)[:, 0]))
+        model.dsa_guard.graphs(4).draft(*draft_inputs(model, model.make_cache(2, 32), token_ids(2, 1, device)[:, 0]))
     assert op_counts(graphs[0])[SELECT] == 3
 
 
