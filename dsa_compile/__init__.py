@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from dsa_compile.api import optimize, prepare
     from dsa_compile.cache import DSACache
     from dsa_compile.config import CacheConfig, DSAConfig
+    from dsa_compile.distillation import warmup
     from dsa_compile.evaluate import evaluate_plan
     from dsa_compile.explanation import explain
     from dsa_compile.report import recent_reports
@@ -20,6 +21,7 @@ _HOMES = {
     "explain": "explanation",
     "search_plan": "search",
     "evaluate_plan": "evaluate",
+    "warmup": "distillation",
     "DSAConfig": "config",
     "CacheConfig": "config",
     "DSACache": "cache",
@@ -36,6 +38,7 @@ __all__ = [
     "prepare",
     "recent_reports",
     "search_plan",
+    "warmup",
 ]
 
 
