@@ -84,7 +84,8 @@ def prepared_twin(model: nn.Module, options: DSAConfig) -> Any:
     shared = [t for name, t in model.state_dict(keep_vars=True).items() if ".indexer." not in name]
     frozen = {id(t): nn.Parameter(t, requires_grad=False) if isinstance(t, nn.Parameter) else t for t in shared}
     twin: Any = copy.deepcopy(model, frozen)
-    return prepare(twin, options, plan=None, layer0="serial", evaluation=None, lowering="eager").eval()
+    own = None if options.plan is None else "own"  # layers that no plan reads need no indexer
+    return prepare(twin, options, plan=own, layer0="serial", evaluation=None, lowering="eager").eval()
 
 
 def plan_on(model: Any, wanted: Any, layer0: str = "serial") -> Plan:

@@ -161,7 +161,7 @@ def _choose_selector(
         return "indexer", present
     if config.indexer == "random":
         return "indexer", _random_indexers(attentions, config)
-    every = config.plan in (None, "own")
+    every = config.plan is None
     if config.indexer is not None:
         weights, source = _weights_of(config.indexer, family)
         return "indexer", [*indexers_from(weights, attentions, family, source, every=every)]
