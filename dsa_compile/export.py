@@ -43,8 +43,8 @@ def save_checkpoint(
         ConfigError: ``folder`` is the model's own checkpoint, or holds something else than a checkpoint.
         CheckpointError: it cannot be written; what was there is as before.
     """
+    check_place(model, folder)
     source = Path(model.config.name_or_path or "")
-    _check_place(folder, source)
     saved = _deepseek_v32(model, warmed) if _becomes_v32(model, warmed) else model
     weights = saved.state_dict()
     if family_of(saved).native_indexer:
@@ -63,7 +63,9 @@ def save_checkpoint(
     return model_type
 
 
-def _check_place(folder: Path, source: Path) -> None:
+def check_place(model: Any, folder: Path) -> None:
+    """Raise ConfigError where a checkpoint of ``model`` must not be written."""
+    source = Path(model.config.name_or_path or "")
     if folder.exists() and source.exists() and folder.samefile(source):
         raise ConfigError(f"{folder}: expected another folder than the checkpoint that the model came from.")
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / CONFIG_NAME).is_file())):

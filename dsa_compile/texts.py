@@ -13,6 +13,8 @@ from dsa_compile.lowering.rows import compute_dtype
 
 TOKENS_PER_K = 4
 """Tokens of a row where nobody says how many, as a multiple of K: three rows in four then leave something out."""
+SEPARATOR = "<|endoftext|>"
+"""Between the documents of a file."""
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
@@ -29,6 +31,11 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file}: cannot be read as text ({error}).") from error
     return texts
+
+
+def documents_in(texts: Sequence[str]) -> list[str]:
+    """The documents of texts that hold several with `SEPARATOR` in between; blank ones are left out."""
+    return [document for text in texts for document in text.split(SEPARATOR) if document.strip()]
 
 
 def encode(tokenizer: Any, text: str) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsa_compile.errors import ConfigError, InputError
-from dsa_compile.texts import encode, loss_past_k, packed_rows, read_texts, token_rows
+from dsa_compile.texts import documents_in, encode, loss_past_k, packed_rows, read_texts, token_rows
 
 
 class Letters:
@@ -64,6 +64,10 @@ def test_a_folder_stands_for_its_files(tmp_path):
     for name in "ba":
         (tmp_path / name).write_text(f"text {name}")
     assert read_texts([tmp_path / "b", tmp_path]) == ["text b", "text a", "text b"]
+
+
+def test_a_text_may_hold_several_documents():
+    assert documents_in(["a<|endoftext|> b<|endoftext|>\n", "c"]) == ["a", " b", "c"]
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
