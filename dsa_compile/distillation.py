@@ -152,10 +152,10 @@ def _stopped(step: int, what: str, arguments: TrainingArguments) -> TrainingErro
 def _check_device(model: nn.Module, arguments: TrainingArguments) -> None:
     if arguments.n_gpu > 1:
         raise ConfigError(f"warm-up in one process on {arguments.n_gpu} GPUs: start one a GPU with torchrun.")
-    place = next(model.parameters()).device
-    if place != arguments.device:
+    place, wanted = next(model.parameters()).device, torch.empty(0, device=arguments.device).device
+    if place != wanted:
         raise ConfigError(
-            f"warm-up: expected the model on {arguments.device}, where its arguments train, came {place}. Move it "
+            f"warm-up: expected the model on {wanted}, where its arguments train, came {place}. Move it "
             "there, or give use_cpu=True."
         )
 
