@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import TOPK, left_padded, stock, token_ids
+from cases import TOPK, left_padded, stock, stock_without_experts, token_ids
 from oracles import float64_copy
 
 from dsa_compile.config import DSAConfig
@@ -81,7 +81,7 @@ def divergence(target, scores):
     ],
 )
 def test_the_target_of_an_indexer_is_the_mean_attention_of_the_layers_that_attend_with_it(case, plan, layers, device):
-    model, ids = float64_copy(stock(case, device)), token_ids(2, LENGTH, device)
+    model, ids = float64_copy(stock_without_experts(case, device)), token_ids(2, LENGTH, device)
     student = student_of(model, plan=plan)
     targets, scores = targets_and_scores(copy.deepcopy(model), student, ids)
     assert scores.keys() == layers.keys()
@@ -96,7 +96,7 @@ def test_the_target_of_an_indexer_is_the_mean_attention_of_the_layers_that_atten
 
 @pytest.mark.parametrize(("case", "learning"), [("deepseek_v32", {"0", "1"}), ("glm_moe_dsa", {"0"})])
 def test_a_model_with_indexers_stays_as_it_is_while_copies_of_them_learn(case, learning, device):
-    model = copy.deepcopy(stock(case, device))
+    model = copy.deepcopy(stock_without_experts(case, device))
     before = {name: t.clone() for name, t in model.state_dict().items()}
     student = student_of(model, plan="mli", indexer=None)
     student(token_ids(2, LENGTH, device))["loss"].backward()
@@ -109,7 +109,7 @@ def test_a_model_with_indexers_stays_as_it_is_while_copies_of_them_learn(case, l
 
 
 def test_packed_documents_and_padding_teach_as_each_document_alone(device):
-    student = student_of(float64_copy(stock("deepseek_v3", device)))
+    student = student_of(float64_copy(stock("deepseek_v3", device, 1)))
     ids, holes = token_ids(2, LENGTH, device), torch.ones(2, 3, dtype=torch.int64, device=device)
     alone = student(ids)["layers"]
     mask = torch.cat([0 * holes, torch.ones_like(ids)], 1)
@@ -120,10 +120,10 @@ def test_packed_documents_and_padding_teach_as_each_document_alone(device):
 
 
 def test_weights_are_kept_precisely_and_named_as_in_deepseek_v32(device):
-    student = student_of(copy.deepcopy(stock("deepseek_v3", device)).to(torch.bfloat16))
+    student = student_of(copy.deepcopy(stock("deepseek_v3", device, 1)).to(torch.bfloat16))
     assert {p.dtype for p in student.parameters()} == {torch.float32}
     assert student(token_ids(1, LENGTH, device))["loss"].dtype == torch.float32
-    named = {n: t.shape[1:] for n, t in stock("deepseek_v32", device).state_dict().items() if ".indexer." in n}
+    named = {n: t.shape[1:] for n, t in stock("deepseek_v32", device, 1).state_dict().items() if ".indexer." in n}
     assert {n: t.shape[1:] for n, t in student.weights().items()} == named
     assert {(t.dtype, "weights_proj" in n) for n, t in student.weights().items()} == {
         (torch.bfloat16, False),
