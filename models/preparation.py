@@ -173,7 +173,8 @@ def _choose_selector(
         f"{type(model).__name__} is a dense model and its checkpoint ({checkpoint or 'none'}) holds no tensors "
         f"{family.indexer_key}*. Three ways on: selector='dense' (latent cache and compilation, no selection); "
         "selector='attention' (exact top-k by the model's own attention, slow); or indexer=<safetensors file, "
-        "checkpoint folder or state dict> with trained indexer weights (indexer='random' makes untrained ones)."
+        "checkpoint folder or state dict> with indexer weights that dsa-compile convert or dsa_compile.warmup trained "
+        "(indexer='random' makes untrained ones)."
     )
 
 
