@@ -74,7 +74,8 @@ def convert(
     *,
     tokenizer: Any,
     steps: int = 1000,
-    learning_rate: float = 3e-3,
+    sparse_steps: int = 0,
+    learning_rate: float = 5e-3,
     batch: int = 4,
     tokens: int | None = None,
     isolate: bool = False,
@@ -91,8 +92,9 @@ def convert(
     Args:
         model: a stock model of a supported family; stays as it is. documents, isolate: see `packed_rows`.
         out: see `save_checkpoint`. config: options as for `optimize`; ``fields`` replace single ones.
-        steps, learning_rate: of the warm-up, which rises over the first twentieth and falls as a cosine. batch: rows of
-            a step. tokens: of a row; None: 4 K. seed: of the first indexers and the order of rows.
+        steps, learning_rate: of the warm-up, which rises over the first twentieth and falls as a cosine.
+        sparse_steps: of a second stage at a tenth of that rate, in which layers attend to what the indexers select.
+        batch: rows of a step. tokens: of a row; None: 4 K. seed: of the first indexers and the order of rows.
         held_out: rows that are measured and not trained on. retrain: go on from indexers that the model has.
         progress: show bars on stderr.
 
@@ -105,6 +107,8 @@ def convert(
     for name, value in {"steps": steps, "batch": batch, "held_out": held_out, "learning_rate": learning_rate}.items():
         if value <= 0:
             raise ConfigError(f"{name}: expected more than 0, came {value}.")
+    if sparse_steps < 0:
+        raise ConfigError(f"sparse_steps: expected at least 0, came {sparse_steps}.")
     options = DSAConfig.of(config, **fields)
     check_place(model, out)
     index_topk = options.index_topk or getattr(model.config, "index_topk", None) or DEFAULT_INDEX_TOPK
@@ -114,27 +118,39 @@ def convert(
             f"held_out: expected fewer than the {len(rows)} rows that the documents make, came {held_out}."
         )
     work = out.absolute().with_name(f".{out.name}.warmup")
-    arguments = TrainingArguments(
-        str(work),
-        max_steps=steps,
-        per_device_train_batch_size=batch,
-        learning_rate=learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=steps // 20,
-        adam_beta2=0.98,
-        logging_steps=max(1, steps // 20),
-        save_steps=max(1, steps // 10),
-        save_total_limit=2,
-        seed=seed,
-        use_cpu=model.device.type == "cpu",
-        disable_tqdm=not progress,
-        report_to=[],
+    shared = {
+        "per_device_train_batch_size": batch,
+        "lr_scheduler_type": "cosine",
+        "adam_beta2": 0.98,
+        "save_total_limit": 2,
+        "seed": seed,
+        "use_cpu": model.device.type == "cpu",
+        "disable_tqdm": not progress,
+        "report_to": [],
+    }
+    warmed = warmup(
+        model, rows[:-held_out], _arguments(work / "dense", steps, learning_rate, shared), options, retrain=retrain
     )
-    warmed = warmup(model, rows[:-held_out], arguments, options, retrain=retrain)
+    if sparse_steps:
+        options = DSAConfig.of(options, indexer=warmed.indexers, plan=warmed.plan.text(), layer0="serial")
+        arguments = _arguments(work / "sparse", sparse_steps, learning_rate / 10, shared)
+        warmed = warmup(model, rows[:-held_out], arguments, options, sparse=True, retrain=True)
     model_type = save_checkpoint(model, warmed, out, tokenizer=tokenizer)
     shutil.rmtree(work)
     dense, exact, sparse = _measure(model, warmed, [row["input_ids"] for row in rows[-held_out:]], progress)
     return Conversion(model_type=model_type, warmed=warmed, rows=held_out, dense=dense, exact=exact, sparse=sparse)
+
+
+def _arguments(folder: Path, steps: int, learning_rate: float, shared: dict[str, Any]) -> TrainingArguments:
+    return TrainingArguments(
+        str(folder),
+        max_steps=steps,
+        learning_rate=learning_rate,
+        warmup_steps=steps // 20,
+        logging_steps=max(1, steps // 20),
+        save_steps=max(1, steps // 10),
+        **shared,
+    )
 
 
 def _measure(model: Any, warmed: Warmup, rows: list[Tensor], progress: bool) -> tuple[PlanFigures, ...]:

@@ -51,6 +51,7 @@ def warmup(
     arguments: TrainingArguments,
     config: DSAConfig | None = None,
     *,
+    sparse: bool = False,
     retrain: bool = False,
     resume: bool = True,
     callbacks: Sequence[TrainerCallback] = (),
@@ -68,6 +69,8 @@ def warmup(
         arguments: of transformers' Trainer: steps, batch, learning rate, precision, seed, logging, checkpoints.
         config: options as for `optimize`; ``fields`` replace single ones. Read are ``index_topk``, ``plan``,
             ``layer0``, ``index_n_heads``, ``index_head_dim`` and ``indexer``: where training starts.
+        sparse: the second stage, for indexers that know dense attention already: layers attend to what the indexers
+            select meanwhile, and p and softmax(I) are over that alone.
         retrain: go on from indexers that the model, its checkpoint or ``indexer`` has.
         resume: go on from the last whole checkpoint in ``arguments.output_dir``.
         callbacks: for the Trainer.
@@ -87,7 +90,7 @@ def warmup(
             f"{type(model).__name__} has trained indexers (its own, of its checkpoint, or indexer=). Give retrain=True "
             "to go on from them, or indexer='random' to begin anew where the model brings none."
         )
-    student = Student(model, options, arguments.seed)
+    student = Student(model, options, arguments.seed, sparse=sparse)
     index_topk: int = student.model.dsa.index_topk
     _check_rows(dataset, index_topk)
     last = _checkpoint(student, dataset, arguments, resume)
@@ -189,6 +192,7 @@ def _checkpoint(student: Student, dataset: Sequence[Any], arguments: TrainingArg
         "plan": list(student.plan.text()),
         "seed": arguments.seed,
         "rows": len(dataset),
+        "sparse": student.sparse,
     }
     last = _last_whole(folder) if resume else None
     if last is not None:

@@ -1,4 +1,4 @@
-"""Dense attention that also says how far an indexer is from it, without ever holding all rows' probabilities."""
+"""Attention that also says how far an indexer is from it, without ever holding all rows' probabilities."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsa_compile.lowering.mla.reference import expand_keys
-from dsa_compile.lowering.rows import attend, compute_dtype, kept, row_slices, used_slots
+from dsa_compile.lowering.rows import attend, chosen, compute_dtype, kept, row_slices, used_slots
 from dsa_compile.lowering.select.reference import index_scores
 
 ROW_BUDGET = {"cuda": 512 << 20, "cpu": 4 << 20}
@@ -27,6 +27,7 @@ class _TaughtAttention(torch.autograd.Function):
         k_pe: Tensor,
         kv_b_weight: Tensor,
         visible: Tensor,
+        topk_indices: Tensor | None,
         index_q: Tensor,
         index_weights: Tensor,
         index_keys: Tensor,
@@ -45,6 +46,8 @@ class _TaughtAttention(torch.autograd.Function):
         for rows in row_slices(T, row_bytes, ROW_BUDGET["cpu" if q.device.type == "cpu" else "cuda"]):
             n = used_slots(S, visible, None, rows)
             keep = kept(visible, None, rows, n, q)
+            if topk_indices is not None:
+                keep = keep & chosen(topk_indices, rows, S)[..., :n]
             scores = (q[:, :, rows] @ key[:, :, :n].transpose(-1, -2)).to(loss.dtype) * scale
             probs, _ = attend(scores, keep[:, None])
             out[:, rows] = (probs.to(q.dtype) @ value[:, :, :n]).transpose(1, 2)
@@ -60,7 +63,7 @@ class _TaughtAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *[None] * 5, *((grad * loss_grad).to(grad.dtype) for grad in ctx.saved_tensors), None, None, None
+        return *[None] * 6, *((grad * loss_grad).to(grad.dtype) for grad in ctx.saved_tensors), None, None, None
 
 
 def _divergence(
@@ -83,6 +86,7 @@ def taught_attention(
     k_pe: Tensor,
     kv_b_weight: Tensor,
     visible: Tensor,
+    topk_indices: Tensor | None,
     index_q: Tensor,
     index_weights: Tensor,
     index_keys: Tensor,
@@ -90,14 +94,16 @@ def taught_attention(
     scale: float,
     index_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Dense ``dsa::mla``, and KL(p || softmax(I)) of the rows that see something (DeepSeek-V3.2 report, equation 3).
+    """``dsa::mla``, and KL(p || softmax(I)) of the rows that see something (DeepSeek-V3.2 report, equations 3 and 4).
 
-    p is the mean over heads of the attention probabilities over what a row sees, a constant; only the indexer's three
-    tensors have a gradient, (softmax(I) - p) / rows in I. Products of matrices are in the dtype of ``q``, softmax and
-    what is summed in float32 at least.
+    p is the mean over heads of the attention probabilities over what a row sees, or of that what is selected for it,
+    and softmax(I) is over the same; p is a constant, and only the indexer's three tensors have a gradient:
+    (softmax(I) - p) / rows in I. Products of matrices are in the dtype of ``q``, softmax and what is summed in float32
+    at least.
 
     Args:
-        q: [B, H, T, N+P]. c_kv: [B, S, R]. k_pe: [B, S, P]. kv_b_weight: [H*(N+V), R]. visible: see `dsa_compile.dims`.
+        q: [B, H, T, N+P]. c_kv: [B, S, R]. k_pe: [B, S, P]. kv_b_weight: [H*(N+V), R].
+        visible, topk_indices: see `dsa_compile.dims`.
         index_q: [B, T, HI, DI]. index_weights: float32[B, T, HI]. index_keys: [B, S, DI]. nope: N.
         scale: of attention. index_scale: ``DI ** -0.5``.
 
@@ -105,6 +111,6 @@ def taught_attention(
         [B, T, H, V] without a gradient, zeros for a row that sees nothing; and the mean over the other rows, a scalar.
     """
     result: tuple[Tensor, Tensor] = _TaughtAttention.apply(
-        q, c_kv, k_pe, kv_b_weight, visible, index_q, index_weights, index_keys, nope, scale, index_scale
+        q, c_kv, k_pe, kv_b_weight, visible, topk_indices, index_q, index_weights, index_keys, nope, scale, index_scale
     )
     return result

@@ -34,9 +34,13 @@ class Student(nn.Module):
 
     model: Any
 
-    def __init__(self, model: nn.Module, options: DSAConfig, seed: int) -> None:
-        """``options.indexer``: where the indexers start, ``"random"`` or trained. ``seed``: of random ones."""
+    def __init__(self, model: nn.Module, options: DSAConfig, seed: int, *, sparse: bool = False) -> None:
+        """Indexers that start as ``options.indexer`` says, ``"random"`` (of ``seed``) or trained.
+
+        ``sparse``: layers attend to what the indexers select as they learn, and teach them about that alone.
+        """
         super().__init__()
+        self.sparse = sparse
         if options.selector not in (None, "indexer") or options.disable_passes:
             raise ConfigError(
                 "an indexer is trained with every pass and for selector='indexer': leave the others out, came "
@@ -100,7 +104,7 @@ class Student(nn.Module):
 
     def _capture(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         taught = planned_copy(gm, self.model, self.plan)
-        _teach(taught)
+        _teach(taught, self.sparse)
 
         def run(*inputs: Any) -> list[Any]:
             *outputs, self._losses = taught(*inputs)
@@ -109,25 +113,27 @@ class Student(nn.Module):
         return run
 
 
-def _teach(gm: GraphModule) -> None:
-    """Let each layer that has a selection attend to everything instead, and give the graph its divergence as output."""
+def _teach(gm: GraphModule, sparse: bool) -> None:
+    """Give the graph the divergence of each layer that has a selection; if not ``sparse``, that attends to all then."""
     losses: list[Node] = []
     (output,) = gm.graph.find_nodes(op="output")
     for mla in gm.graph.find_nodes(op="call_function", target=torch.ops.dsa.mla.default):
         args = arguments(mla)
         if args["topk_indices"] is None:
             continue
-        index = arguments(args["topk_indices"])
+        topk = args["topk_indices"]
+        index = arguments(topk)
         read = [args[name] for name in ("q", "c_kv", "k_pe", "kv_b_weight", "visible")]
         student = [index[name] for name in ("q", "weights", "index_keys")]
         with gm.graph.inserting_before(mla):
             both = gm.graph.call_function(
-                taught_attention, (*read, *student, args["nope"], args["scale"], index["scale"])
+                taught_attention,
+                (*read, topk if sparse else None, *student, args["nope"], args["scale"], index["scale"]),
             )
             attended, loss = (gm.graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
         mla.replace_all_uses_with(attended)
         gm.graph.erase_node(mla)
-        erase_dead(gm.graph, args["topk_indices"])
+        erase_dead(gm.graph, topk)
         losses.append(loss)
     output.args = ((*output.args[0], tuple(losses)),)
     gm.graph.lint()

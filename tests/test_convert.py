@@ -32,7 +32,7 @@ def convert(checkpoint, out, *arguments, data="text.txt"):
 
 
 def test_convert_writes_a_sparse_checkpoint_and_says_what_it_costs(checkpoint, tmp_path):
-    done = convert(checkpoint, tmp_path / "sparse", "--steps", 3)
+    done = convert(checkpoint, tmp_path / "sparse", "--steps", 2, "--sparse-steps", 1)
     assert done.exit_code == 0, done.output
     for text in ("plan F, K = 8", "exact selection", "over dense", "2 rows that no indexer was trained on"):
         assert text in done.stdout
@@ -70,6 +70,7 @@ def test_a_conversion_that_is_killed_goes_on_where_it_was(checkpoint, tmp_path, 
         (("--steps", 0), "text.txt", "steps: expected more than 0, came 0"),
         (("--held-out", 10**6), "text.txt", "held_out: expected fewer than the"),
         (("--held-out", 0), "text.txt", "held_out: expected more than 0"),
+        (("--sparse-steps", -1), "text.txt", "sparse_steps: expected at least 0"),
         ((), "missing.txt", "missing.txt: cannot be read as text"),
     ],
 )

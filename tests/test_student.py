@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from cases import TOPK, left_padded, stock, stock_without_experts, token_ids
+from cases import TOPK, assert_rows_equal, left_padded, stock, stock_without_experts, token_ids
 from oracles import float64_copy
 
+import dsa_compile
 from dsa_compile.config import DSAConfig
 from dsa_compile.errors import ConfigError, InputError
 from dsa_compile.lowering.select.projections import project
@@ -117,6 +118,21 @@ def test_packed_documents_and_padding_teach_as_each_document_alone(device):
     positions = torch.arange(LENGTH, device=device).repeat(2)[None]
     packed = student(ids.view(1, -1), position_ids=positions, attention_mask=torch.ones_like(positions))
     torch.testing.assert_close(packed["layers"], alone)
+
+
+def test_in_the_second_stage_layers_attend_to_what_the_indexers_select(device):
+    model, ids = stock("deepseek_v3", device, 1), token_ids(2, LENGTH, device)
+    learned = student_of(model).weights()
+    dense, sparse, everything = (
+        Student(model, DSAConfig(indexer=learned, index_topk=topk), 0, sparse=stage)
+        for topk, stage in ((TOPK, False), (TOPK, True), (LENGTH, True))
+    )
+    outputs = [student(ids) for student in (dense, sparse, everything)]
+    torch.testing.assert_close(outputs[2]["layers"], outputs[0]["layers"])
+    ours = sparse.model(ids, use_cache=False).logits
+    optimized = dsa_compile.optimize(copy.deepcopy(model), indexer=learned, index_topk=TOPK, lowering="eager")
+    assert_rows_equal(ours, optimized(ids, use_cache=False).logits)
+    assert (ours - dense.model(ids, use_cache=False).logits).abs().max() > 1e-3
 
 
 def test_weights_are_kept_precisely_and_named_as_in_deepseek_v32(device):
