@@ -275,7 +275,7 @@ def convert(
     held_out: Annotated[int, typer.Option(help="Rows that are measured and not trained on.")] = 2,
     seed: Annotated[int, typer.Option(help="Of new indexers and the order of rows.")] = 0,
     retrain: Annotated[bool, typer.Option("--retrain", help="Go on from the indexers of the model.")] = False,
-    dtype: DType = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; of what is written, too.")] = "float32",
     device: Device = "cpu",
 ) -> None:
     """Train indexers for a dense model and write a sparse checkpoint; an interrupted run goes on where it was."""
