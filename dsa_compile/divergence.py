@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsa_compile.lowering.mla.reference import expand_keys
-from dsa_compile.lowering.rows import attend, chosen, compute_dtype, kept, row_slices, used_slots
+from dsa_compile.lowering.rows import attend, chosen, compute_dtype, kept, row_slices
 from dsa_compile.lowering.select.reference import index_scores
 
 ROW_BUDGET = {"cuda": 512 << 20, "cpu": 4 << 20}
@@ -35,19 +35,19 @@ class _TaughtAttention(torch.autograd.Function):
         scale: float,
         index_scale: float,
     ) -> tuple[Tensor, Tensor]:
-        (B, H, T, _), S = q.shape, c_kv.shape[1]
+        B, H, T, _ = q.shape
         student = [x.detach() for x in (index_q, index_weights, index_keys)]
         wanted = any(ctx.needs_input_grad)
         grads = [torch.zeros_like(x) for x in student] if wanted else []
         key, value = (x.to(q.dtype) for x in expand_keys(q, c_kv, k_pe, kv_b_weight, nope))
         out = q.new_empty(B, T, H, value.shape[-1])
         loss = q.new_zeros((), dtype=compute_dtype(q))
-        row_bytes = B * S * (3 * H + 4 * index_q.shape[2] + 8) * loss.itemsize
+        row_bytes = B * T * (3 * H + 4 * index_q.shape[2] + 8) * loss.itemsize
         for rows in row_slices(T, row_bytes, ROW_BUDGET["cpu" if q.device.type == "cpu" else "cuda"]):
-            n = used_slots(S, visible, None, rows)
+            n = rows.stop  # without a cache no token lies in a slot behind its place in the row
             keep = kept(visible, None, rows, n, q)
             if topk_indices is not None:
-                keep = keep & chosen(topk_indices, rows, S)[..., :n]
+                keep = keep & chosen(topk_indices, rows, T)[..., :n]
             scores = (q[:, :, rows] @ key[:, :, :n].transpose(-1, -2)).to(loss.dtype) * scale
             probs, _ = attend(scores, keep[:, None])
             out[:, rows] = (probs.to(q.dtype) @ value[:, :, :n]).transpose(1, 2)
@@ -94,7 +94,9 @@ def taught_attention(
     scale: float,
     index_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """``dsa::mla``, and KL(p || softmax(I)) of the rows that see something (DeepSeek-V3.2 report, equations 3 and 4).
+    """``dsa::mla`` of a call without a cache, and KL(p || softmax(I)) of the rows that see something.
+
+    The losses of the DeepSeek-V3.2 report, section 2.1 (equations 3 and 4).
 
     p is the mean over heads of the attention probabilities over what a row sees, or of that what is selected for it,
     and softmax(I) is over the same; p is a constant, and only the indexer's three tensors have a gradient:
@@ -102,9 +104,9 @@ def taught_attention(
     at least.
 
     Args:
-        q: [B, H, T, N+P]. c_kv: [B, S, R]. k_pe: [B, S, P]. kv_b_weight: [H*(N+V), R].
+        q: [B, H, T, N+P]. c_kv: [B, T, R]. k_pe: [B, T, P]. kv_b_weight: [H*(N+V), R].
         visible, topk_indices: see `dsa_compile.dims`.
-        index_q: [B, T, HI, DI]. index_weights: float32[B, T, HI]. index_keys: [B, S, DI]. nope: N.
+        index_q: [B, T, HI, DI]. index_weights: float32[B, T, HI]. index_keys: [B, T, DI]. nope: N.
         scale: of attention. index_scale: ``DI ** -0.5``.
 
     Returns:

@@ -105,8 +105,7 @@ class Peak(TorchDispatchMode):
         return made
 
 
-def test_a_layer_of_deepseek_v3_at_4096_tokens_adds_less_than_6_gib(monkeypatch):
-    monkeypatch.setattr(divergence, "used_slots", lambda num_slots, *_: num_slots)  # as on CUDA
+def test_a_layer_of_deepseek_v3_at_4096_tokens_adds_less_than_6_gib():
     heads, tokens, index = V32.n_heads, 4096, V32.indexer
     with torch.device("meta"), Peak() as peak:
         q = torch.empty(1, heads, tokens, V32.qk_nope_head_dim + V32.qk_rope_head_dim, dtype=torch.bfloat16)
