@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dsa_compile.distillation import warmup
     from dsa_compile.evaluate import evaluate_plan
     from dsa_compile.explanation import explain
+    from dsa_compile.export import save_checkpoint
     from dsa_compile.report import recent_reports
     from dsa_compile.search import search_plan
 
@@ -22,6 +23,7 @@ _HOMES = {
     "search_plan": "search",
     "evaluate_plan": "evaluate",
     "warmup": "distillation",
+    "save_checkpoint": "export",
     "DSAConfig": "config",
     "CacheConfig": "config",
     "DSACache": "cache",
@@ -37,6 +39,7 @@ __all__ = [
     "optimize",
     "prepare",
     "recent_reports",
+    "save_checkpoint",
     "search_plan",
     "warmup",
 ]

@@ -1,5 +1,6 @@
 """`convert`: from a dense checkpoint to a sparse one, and what that costs."""
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,6 +110,10 @@ def convert(
             raise ConfigError(f"{name}: expected more than 0, came {value}.")
     if sparse_steps < 0:
         raise ConfigError(f"sparse_steps: expected at least 0, came {sparse_steps}.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "convert: expected one process, came several. Call dsa_compile.warmup in each, and save_checkpoint in one."
+        )
     options = DSAConfig.of(config, **fields)
     check_place(model, out)
     index_topk = options.index_topk or getattr(model.config, "index_topk", None) or DEFAULT_INDEX_TOPK

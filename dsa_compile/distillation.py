@@ -198,8 +198,9 @@ def _checkpoint(student: Student, dataset: Sequence[Any], arguments: TrainingArg
     if last is not None:
         read_record(folder / "warmup.json", RECORD, of)
         return last
-    folder.mkdir(parents=True, exist_ok=True)
-    write_record(folder / "warmup.json", RECORD, of, {})
+    if arguments.process_index == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_record(folder / "warmup.json", RECORD, of, {})
     return None
 
 

@@ -53,11 +53,13 @@ class Student(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.indexers = nn.ModuleDict()
         for attention in attention_modules(twin):
-            indexer: Any = attention.indexer
+            indexer: Any = getattr(attention, "indexer", None)
             if indexer is not None and attention.layer_idx in self.plan.owners:
                 self.indexers[str(attention.layer_idx)] = indexer.to(precise).requires_grad_(True)
                 if isinstance(indexer, LightningIndexer) and options.indexer == "random":
                     randomize(indexer, generator)
+        if not self.indexers:
+            raise ConfigError(f"plan={options.plan!r}: no layer attends with an indexer, so there is none to train.")
         twin.compile(backend=self._capture)
         self.__dict__["model"] = twin
         self._losses: tuple[Tensor, ...] = ()
@@ -92,12 +94,14 @@ class Student(nn.Module):
         share = layers.new_tensor([1 / self.plan.sources.count(self.plan.sources[i]) for i in self.taught])
         return {"loss": (layers * share).sum() / len(self.indexers), "layers": layers.detach()}
 
-    def weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Tensors under DeepSeek-V3.2's names, in the dtypes that a model in ``dtype`` (None: its own) runs them in."""
-        dtype = dtype or self.model.dtype
-        kept = torch.promote_types(dtype, torch.float32)
+    def weights(self) -> dict[str, Tensor]:
+        """Tensors under DeepSeek-V3.2's names, in the dtypes that the model runs them in."""
+        dtype = self.model.dtype
+        precise = torch.promote_types(dtype, torch.float32)
         return {
-            f"model.layers.{layer}.self_attn.indexer.{name}": t.detach().to(kept if "weights_proj" in name else dtype)
+            f"model.layers.{layer}.self_attn.indexer.{name}": t.detach().to(
+                precise if "weights_proj" in name else dtype
+            )
             for layer, indexer in self.indexers.items()
             for name, t in indexer.named_parameters()
         }

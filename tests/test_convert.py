@@ -88,6 +88,12 @@ def test_a_checkpoint_is_not_written_over_itself(checkpoint):
     assert convert(checkpoint, checkpoint).exit_code == 2
 
 
+def test_several_processes_are_told_what_to_call(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = convert(checkpoint, tmp_path / "sparse")
+    assert (done.exit_code, "Call dsa_compile.warmup in each" in done.stderr) == (2, True)
+
+
 def test_without_accelerate_it_says_how_to_get_it(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(dsa_compile.convert, "find_spec", lambda name: None)
     done = convert(checkpoint, tmp_path / "sparse")

@@ -90,7 +90,7 @@ def test_a_finished_run_is_not_trained_again_and_another_run_is_not_resumed(trai
     for other, words in (
         ({"seed": 1}, "seed: expected 1, came 42"),
         ({"data": rows[:8]}, "rows: expected 8, came 32"),
-        ({"options": {"plan": ["dense"]}}, "plan: expected"),
+        ({"options": {"sparse": True}}, "sparse: expected True, came False"),
     ):
         with pytest.raises(ConfigError, match=rf"warmup\.json: warm-up of something else: {words}"):
             train(**other)
@@ -117,6 +117,8 @@ def test_indexers_of_a_plan_are_enough_for_a_model_under_that_plan(train, device
     model, plan = stock_without_experts("deepseek_v3", device), ["own", "own", "from:1"]
     found = train(model=model, max_steps=1, options={"plan": plan})
     assert {name.split(".")[2] for name in found.indexers} == {"0", "1"}
+    second = {"plan": plan, "indexer": found.indexers, "sparse": True, "retrain": True}
+    assert train("second", model=model, max_steps=1, options=second).indexers.keys() == found.indexers.keys()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="plan=")
         sparse = dsa_compile.optimize(copy.deepcopy(model), indexer=found.indexers, plan=plan, lowering="eager")
@@ -159,6 +161,7 @@ def test_a_weight_that_is_no_number_is_not_saved(train, tmp_path):
         ({"options": {"index_topk": LENGTH}}, InputError, "K = 24 tokens, came 32 rows of at most 24"),
         ({"options": {"plan": "share:1/4+share:1/2"}}, ConfigError, "at most one of own, share"),
         ({"options": {"plan": "last"}}, ConfigError, "plan: unknown 'last'"),
+        ({"options": {"plan": ["dense"]}}, ConfigError, "no layer attends with an indexer"),
         ({"options": {"indexer": {}}}, ConfigError, "has trained indexers .* Give retrain=True"),
     ],
 )
