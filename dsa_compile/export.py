@@ -22,7 +22,7 @@ INDEXER_FILE = "indexer.safetensors"
 
 
 def save_checkpoint(
-    model: Any, warmed: Warmup, folder: Path, *, tokenizer: Any = None, max_shard_size: int | str = "5GB"
+    model: Any, warmed: Warmup, folder: str | Path, *, tokenizer: Any = None, max_shard_size: int | str = "5GB"
 ) -> str:
     """Write a model with the indexers that were trained for it, in place of what ``folder`` holds, at once or not.
 
@@ -43,6 +43,7 @@ def save_checkpoint(
         ConfigError: ``folder`` is the model's own checkpoint, or holds something else than a checkpoint.
         CheckpointError: it cannot be written; what was there is as before.
     """
+    folder = Path(folder)
     check_place(model, folder)
     source = Path(model.config.name_or_path or "")
     saved = _deepseek_v32(model, warmed) if _becomes_v32(model, warmed) else model
