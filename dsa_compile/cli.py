@@ -264,6 +264,7 @@ def convert(
     out: Annotated[Path, typer.Option(help="Folder for the sparse checkpoint; one that is there is replaced.")],
     plan: PlanName = None,
     index_topk: Topk = None,
+    indexer: Annotated[Path | None, typer.Option(help="With --retrain: where indexers start.")] = None,
     index_heads: Annotated[int, typer.Option(help="Heads of a new indexer.")] = 64,
     index_head_dim: Annotated[int, typer.Option(help="Dimension of such a head.")] = 128,
     steps: Annotated[int, typer.Option(help="Of the optimizer.")] = 1000,
@@ -274,7 +275,9 @@ def convert(
     isolate: Annotated[bool, typer.Option("--isolate", help="Documents in a row do not see each other.")] = False,
     held_out: Annotated[int, typer.Option(help="Rows that are measured and not trained on.")] = 2,
     seed: Annotated[int, typer.Option(help="Of new indexers and the order of rows.")] = 0,
-    retrain: Annotated[bool, typer.Option("--retrain", help="Go on from the indexers of the model.")] = False,
+    retrain: Annotated[
+        bool, typer.Option("--retrain", help="Go on from indexers that the model or --indexer has.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; of what is written, too.")] = "float32",
     device: Device = "cpu",
 ) -> None:
@@ -301,6 +304,7 @@ def convert(
             progress=True,
             plan=plan,
             index_topk=index_topk,
+            indexer=indexer,
             index_n_heads=index_heads,
             index_head_dim=index_head_dim,
         )
