@@ -309,7 +309,7 @@ def convert(
             index_head_dim=index_head_dim,
         )
     Console().print(made)
-    Console(soft_wrap=True).print(f"{out}: {made.model_type}")
+    Console(soft_wrap=True).print(f"{out}: {made.model_type}" + (f", to be used with plan {plan}" if plan else ""))
 
 
 @bench_app.command()

@@ -30,8 +30,8 @@ class Conversion:
 
     Attributes:
         model_type: of the checkpoint. warmed: its indexers. rows: of tokens that no indexer was trained on.
-        dense, exact, sparse: figures past K on those rows with attention to everything, to the selections of most
-            attention, which no indexer can beat, and to those of the indexers.
+        dense, exact, sparse: figures past K on those rows with attention to everything, and under the plan to the
+            selections of most attention, which no indexer for a layer alone can beat, and to those of the indexers.
     """
 
     model_type: str
