@@ -7,8 +7,10 @@ if TYPE_CHECKING:
     from dsa_compile.api import optimize, prepare
     from dsa_compile.cache import DSACache
     from dsa_compile.config import CacheConfig, DSAConfig, MTPConfig
+    from dsa_compile.distillation import warmup
     from dsa_compile.evaluate import evaluate_plan
     from dsa_compile.explanation import explain
+    from dsa_compile.export import save_checkpoint
     from dsa_compile.report import recent_reports
     from dsa_compile.search import search_plan
 
@@ -20,6 +22,8 @@ _HOMES = {
     "explain": "explanation",
     "search_plan": "search",
     "evaluate_plan": "evaluate",
+    "warmup": "distillation",
+    "save_checkpoint": "export",
     "DSAConfig": "config",
     "CacheConfig": "config",
     "MTPConfig": "config",
@@ -37,7 +41,9 @@ __all__ = [
     "optimize",
     "prepare",
     "recent_reports",
+    "save_checkpoint",
     "search_plan",
+    "warmup",
 ]
 
 

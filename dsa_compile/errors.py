@@ -37,5 +37,9 @@ class CacheCapacityError(CacheError):
     """The tokens of a call do not fit into the cache; nothing was written."""
 
 
+class TrainingError(DSAError, RuntimeError):
+    """A warm-up cannot go on; its last checkpoint is whole."""
+
+
 class GraphContractError(DSAError, RuntimeError):
     """A pass met, or left, a graph that breaks its contract."""

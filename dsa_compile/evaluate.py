@@ -135,7 +135,7 @@ def evaluate_plan(
     plans = Plan((None,) * len(plan.sources)), replanned.own, plan
     with Progress(console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("measuring", total=len(plans) * (len(rows) + len(asked)))
-        dense, own, wanted = (_figures(replanned, p, rows, asked, lambda: bar.advance(task)) for p in plans)
+        dense, own, wanted = (plan_figures(replanned, p, rows, asked, lambda: bar.advance(task)) for p in plans)
     return Evaluation(
         subject=dsa.subject() | {"plan": list(plan.text())},
         sources=plan.sources,
@@ -147,13 +147,19 @@ def evaluate_plan(
     )
 
 
-def _figures(
+def plan_figures(
     replanned: Replanned,
     plan: Plan,
-    rows: list[Tensor],
-    asked: list[tuple[Tensor, int]],
+    rows: Sequence[Tensor],
+    asked: Sequence[tuple[Tensor, int]],
     advance: Callable[[], None],
 ) -> PlanFigures:
+    """Figures of a model under a plan.
+
+    Args:
+        rows: int64[T] each, longer than K + 1. asked: prompts with their answers behind them, and the answers' lengths.
+        advance: called behind each of both.
+    """
     index_topk = replanned.model.dsa.index_topk
     loss, figures = 0.0, torch.zeros(len(plan.sources), 2, dtype=torch.float64)
     for ids in rows:

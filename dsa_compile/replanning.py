@@ -31,12 +31,7 @@ class Replanned:
                 "plans are measured on a model that selects and with every pass: expected selector='indexer' or "
                 f"'attention' and no disable_passes, came {options.selector!r} and {options.disable_passes}."
             )
-        # the weights of an indexer may be replaced by those that the options name
-        shared = [t for name, t in model.state_dict(keep_vars=True).items() if ".indexer." not in name]
-        twin: Any = copy.deepcopy(model, {id(t): t for t in shared})
-        self.model = prepare(
-            twin, options, mtp=None, plan=None, layer0="serial", evaluation=None, lowering="eager"
-        ).eval()
+        self.model = prepared_twin(model, options)
         self.own: Plan = self.model.dsa.plan
         self._job: tuple[Plan, bool] = (self.own, False)
         self._graphs: dict[GraphModule, GraphModule] = {}
@@ -45,8 +40,7 @@ class Replanned:
 
     def plan(self, wanted: Any, layer0: str = "serial") -> Plan:
         """What ``wanted`` (see `plan_of`) is on this model."""
-        with_indexer = [source == layer for layer, source in enumerate(self.own.sources)]
-        return plan_of(wanted, with_indexer, layer0=layer0, model_config=self.model.config)
+        return plan_on(self.model, wanted, layer0)
 
     def logits(self, ids: Tensor, plan: Plan) -> Tensor:
         """[T, vocab] of the tokens ``ids`` int64[T] under a plan."""
@@ -76,14 +70,37 @@ class Replanned:
 
     def _planned(self, gm: GraphModule) -> GraphModule:
         plan, measure = self._job
-        planned = GraphModule(gm, copy.deepcopy(gm.graph))
-        options = self.model.dsa.graph_options() | {"plan": plan.text(), "disable_passes": ("sparsify", "absorb_mla")}
-        rewrite(planned, DSAConfig.of(**options))
+        planned = planned_copy(gm, self.model, plan)
         _append_figures(planned.graph, self.model.dsa.index_topk if measure else None)
         if self.model.device.type == "cuda":  # kernels gather what is selected, the references are faster behind a mask
             rewrite(planned, DSAConfig(lowering="eager"))
         planned.recompile()
         return planned
+
+
+def prepared_twin(model: nn.Module, options: DSAConfig) -> Any:
+    """A prepared copy of a model under its own plan, on the same weights, frozen, but those of indexers."""
+    # the weights of an indexer may be replaced by those that the options name
+    shared = [t for name, t in model.state_dict(keep_vars=True).items() if ".indexer." not in name]
+    frozen = {id(t): nn.Parameter(t, requires_grad=False) if isinstance(t, nn.Parameter) else t for t in shared}
+    twin: Any = copy.deepcopy(model, frozen)
+    own = None if options.plan is None else "own"  # layers that no plan reads need no indexer
+    alone: dict[str, Any] = {"mtp": None, "layer0": "serial", "evaluation": None, "lowering": "eager"}
+    return prepare(twin, options, plan=own, **alone).eval()
+
+
+def plan_on(model: Any, wanted: Any, layer0: str = "serial") -> Plan:
+    """What ``wanted`` (see `plan_of`) is on a prepared model that is under its own plan."""
+    with_indexer = [source == layer for layer, source in enumerate(model.dsa.plan.sources)]
+    return plan_of(wanted, with_indexer, layer0=layer0, model_config=model.config)
+
+
+def planned_copy(gm: GraphModule, model: Any, plan: Plan) -> GraphModule:
+    """A copy of a captured graph of a prepared model, in which each ``dsa::mla`` has the selection that a plan says."""
+    planned = GraphModule(gm, copy.deepcopy(gm.graph))
+    options = model.dsa.graph_options() | {"plan": plan.text(), "disable_passes": ("sparsify", "absorb_mla")}
+    rewrite(planned, DSAConfig.of(**options))
+    return planned
 
 
 def _append_figures(graph: Graph, index_topk: int | None) -> None:

@@ -13,6 +13,8 @@ from dsa_compile.lowering.rows import compute_dtype
 
 TOKENS_PER_K = 4
 """Tokens of a row where nobody says how many, as a multiple of K: three rows in four then leave something out."""
+SEPARATOR = "<|endoftext|>"
+"""Between the documents of a file."""
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
@@ -29,6 +31,11 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file}: cannot be read as text ({error}).") from error
     return texts
+
+
+def documents_in(texts: Sequence[str]) -> list[str]:
+    """The documents of texts that hold several with `SEPARATOR` in between; blank ones are left out."""
+    return [document for text in texts for document in text.split(SEPARATOR) if document.strip()]
 
 
 def encode(tokenizer: Any, text: str) -> Tensor:
@@ -67,6 +74,37 @@ def token_rows(texts: Sequence[str | Tensor], tokenizer: Any, tokens: int | None
                 "smaller index_topk."
             )
     return rows
+
+
+def packed_rows(texts: Sequence[str], tokenizer: Any, tokens: int, *, isolate: bool = False) -> list[dict[str, Tensor]]:
+    """Documents behind one another, each between bos and eos, in rows of ``tokens``; the rest behind the last is left.
+
+    Args:
+        isolate: number the tokens of each document, and of what a row begins with, from 0 on: other documents of the
+            row are not seen. Otherwise a row is one text, as in most pretraining.
+
+    Returns:
+        For each row ``input_ids`` int64[tokens], and ``position_ids`` int64[tokens] of isolated documents.
+
+    Raises:
+        InputError: the documents together are shorter than a row.
+    """
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    documents = [torch.cat([encode(tokenizer, text), torch.tensor(end, dtype=torch.int64)]) for text in texts]
+    total = sum(map(len, documents))
+    if total < tokens:
+        raise InputError(f"texts: expected at least one row of {tokens} tokens, came {total} in all. Give more text.")
+    rows = torch.cat(documents)[: total // tokens * tokens].split(tokens)
+    if not isolate:
+        return [{"input_ids": row} for row in rows]
+    first = torch.cat([torch.arange(len(document)) == 0 for document in documents]).split(tokens)
+    return [{"input_ids": row, "position_ids": _positions(begins)} for row, begins in zip(rows, first)]
+
+
+def _positions(begins: Tensor) -> Tensor:
+    """Distance of each place to the last one before it that ``begins``, or to the first place."""
+    places = torch.arange(len(begins))
+    return places - torch.where(begins, places, 0).cummax(0).values
 
 
 def loss_past_k(logits: Tensor, ids: Tensor, index_topk: int) -> tuple[float, int]:

@@ -184,19 +184,27 @@ def _choose_selector(
         return "indexer", present
     if config.indexer == "random":
         return "indexer", _random_indexers(attentions, config)
+    every = config.plan is None
     if config.indexer is not None:
         weights, source = _weights_of(config.indexer, family)
-        return "indexer", [*indexers_from(weights, attentions, family, source)]
+        return "indexer", [*indexers_from(weights, attentions, family, source, every=every)]
     checkpoint = Path(model.config.name_or_path or "")
     weights = _checkpoint_weights(checkpoint, family)
     if weights:
-        return "indexer", [*indexers_from(weights, attentions, family, str(checkpoint))]
+        return "indexer", [*indexers_from(weights, attentions, family, str(checkpoint), every=every)]
     raise IndexerWeightsError(
         f"{type(model).__name__} is a dense model and its checkpoint ({checkpoint or 'none'}) holds no tensors "
         f"{family.indexer_key}*. Three ways on: selector='dense' (latent cache and compilation, no selection); "
         "selector='attention' (exact top-k by the model's own attention, slow); or indexer=<safetensors file, "
-        "checkpoint folder or state dict> with trained indexer weights (indexer='random' makes untrained ones)."
+        "checkpoint folder or state dict> with indexer weights that dsa-compile convert or dsa_compile.warmup trained "
+        "(indexer='random' makes untrained ones)."
     )
+
+
+def trained_indexers(model: Any) -> bool:
+    """Whether a stock model, or the checkpoint that it was loaded from, has indexers."""
+    family = family_of(model)
+    return family.native_indexer or bool(_checkpoint_weights(Path(model.config.name_or_path or ""), family))
 
 
 def _checkpoint_weights(checkpoint: Path, family: Family) -> dict[str, torch.Tensor]:

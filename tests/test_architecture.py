@@ -17,6 +17,7 @@ LEVELS = {
     "dsa_compile.config": 0,
     "dsa_compile.plan": 0,
     "dsa_compile.record": 0,
+    "dsa_compile.folders": 0,
     "dsa_compile.report": 0,
     "dsa_compile.cost": 1,
     "dsa_compile.compat": 1,

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from dsa_compile.errors import ConfigError, InputError
-from dsa_compile.texts import encode, loss_past_k, read_texts, token_rows
+from dsa_compile.texts import documents_in, encode, loss_past_k, packed_rows, read_texts, token_rows
 
 
 class Letters:
     """A tokenizer of letters."""
 
-    bos_token_id = 1
+    bos_token_id, eos_token_id = 1, 2
 
     def __call__(self, text):
         return SimpleNamespace(input_ids=[ord(letter) for letter in text])
@@ -32,6 +32,16 @@ def test_the_loss_is_that_of_rows_that_see_more_than_k():
     # rows 2 and 3 see three and four tokens
     want = -(logits[2].log_softmax(0)[4] + logits[3].log_softmax(0)[1])
     assert loss_past_k(logits, ids, 2) == (pytest.approx(want.item()), 2)
+
+
+def test_documents_are_packed_behind_one_another_and_the_rest_is_left():
+    rows = packed_rows(["abc", "d"], Letters(), 4)
+    assert [row["input_ids"].tolist() for row in rows] == [[1, *b"abc"], [2, 1, *b"d", 2]]
+    assert [[*row] for row in rows] == [["input_ids"], ["input_ids"]]
+    isolated = packed_rows(["abc", "d", "ef"], Letters(), 6, isolate=True)
+    assert [row["position_ids"].tolist() for row in isolated] == [[0, 1, 2, 3, 4, 0], [0, 1, 0, 1, 2, 3]]
+    with pytest.raises(InputError, match="at least one row of 9 tokens, came 8 in all"):
+        packed_rows(["abc", "d"], Letters(), 9)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +64,10 @@ def test_a_folder_stands_for_its_files(tmp_path):
     for name in "ba":
         (tmp_path / name).write_text(f"text {name}")
     assert read_texts([tmp_path / "b", tmp_path]) == ["text b", "text a", "text b"]
+
+
+def test_a_text_may_hold_several_documents():
+    assert documents_in(["a<|endoftext|> b<|endoftext|>\n", "c"]) == ["a", " b", "c"]
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])

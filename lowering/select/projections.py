@@ -71,6 +71,7 @@ def project(
         wq_b: [HI*DI, L]. wk: [DI, hidden]. k_norm_*: [DI]. weights_proj: [HI, hidden], kept in its own dtype.
         rotation: orthonormal [DI, DI] that queries and keys are multiplied by behind RoPE; see `hadamard`.
     """
+    wq_b, wk, k_norm_weight, k_norm_bias = (p.to(x.dtype) for p in (wq_b, wk, k_norm_weight, k_norm_bias))
     q = F.linear(q_latent, wq_b).unflatten(-1, (n_heads, head_dim))
     k = F.layer_norm(F.linear(x, wk), [head_dim], k_norm_weight, k_norm_bias, K_NORM_EPS).unsqueeze(2)
     q = torch.cat([rotate(q[..., :rope_dim], cos, sin, layout), q[..., rope_dim:]], -1)

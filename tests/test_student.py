@@ -1,0 +1,167 @@
+"""Indexers learn from the layers that attend with them, and from nothing else."""
+
+import copy
+
+import pytest
+import torch
+from cases import TOPK, assert_rows_equal, left_padded, stock, stock_without_experts, token_ids
+from oracles import float64_copy
+
+import dsa_compile
+from dsa_compile.config import DSAConfig
+from dsa_compile.errors import ConfigError, InputError
+from dsa_compile.lowering.select.projections import project
+from dsa_compile.lowering.select.reference import index_scores
+from dsa_compile.models.family import family_of
+from dsa_compile.student import Student
+
+HEADS, DIM = 4, 16
+LENGTH = 3 * TOPK
+OPTIONS = {"indexer": "random", "index_n_heads": HEADS, "index_head_dim": DIM, "index_topk": TOPK}
+
+
+def student_of(model, **fields):
+    return Student(model, DSAConfig(**OPTIONS | fields), seed=1)
+
+
+def gradients(student, loss):
+    names, parameters = zip(*student.named_parameters())
+    return dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True)))
+
+
+def targets_and_scores(model, student, ids):
+    """From hooks on a stock model: its head-mean attention [B, T, T] by layer, and the student's index scores."""
+    model.set_attn_implementation("eager")
+    seen = {}
+    for name, module in model.named_modules():
+        if name.endswith(("kv_a_proj_with_mqa", "q_b_proj", "q_proj")):
+            module.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0]}))
+        if name.endswith("rotary_emb"):
+            module.register_forward_hook(lambda _, args, out: seen.update(rope=out))
+    with torch.no_grad():
+        attentions = model(ids, output_attentions=True, use_cache=False).attentions
+    cos, sin = seen["rope"] if isinstance(seen["rope"], tuple) else (seen["rope"].real, seen["rope"].imag)
+    cos, sin = (torch.cat([x, x], -1).to(model.dtype) if x.shape[-1] < 8 else x for x in (cos, sin))
+    scores = {}
+    for layer, indexer in student.indexers.items():
+        path = f"model.layers.{layer}.self_attn"
+        q, key, weights = project(
+            seen[f"{path}.kv_a_proj_with_mqa"],
+            next(seen[f"{path}.{name}"] for name in ("q_b_proj", "q_proj") if f"{path}.{name}" in seen),
+            cos,
+            sin,
+            indexer.wq_b.weight,
+            indexer.wk.weight,
+            indexer.k_norm.weight,
+            indexer.k_norm.bias,
+            indexer.weights_proj.weight,
+            n_heads=HEADS,
+            head_dim=DIM,
+            rope_dim=8,
+            layout=family_of(model).index_rope,
+        )
+        scores[int(layer)] = index_scores(q, weights.double(), key, DIM**-0.5)
+    return [a.double().mean(1) for a in attentions], scores
+
+
+def divergence(target, scores):
+    """Mean over rows of KL(target || softmax(scores)), both [B, T, T] and causal."""
+    hidden = torch.ones_like(target, dtype=torch.bool).triu(1)
+    log_q = scores.masked_fill(hidden, -torch.inf).log_softmax(-1).masked_fill(hidden, 0)
+    return (torch.xlogy(target, target) - target * log_q).sum(-1).mean()
+
+
+@pytest.mark.parametrize(
+    ("case", "plan", "layers"),
+    [
+        ("deepseek_v2", "own", {0: [0], 1: [1], 2: [2]}),
+        ("deepseek_v2_lite", "mli", {0: [0, 1], 1: [2]}),
+        ("deepseek_v3", "mli", {0: [0, 1], 1: [2]}),
+        ("deepseek_v3", ["dense", "own", "from:1"], {1: [1, 2]}),
+        ("glm4_moe_lite", "share:FFS", {0: [0], 1: [1, 2]}),
+    ],
+)
+def test_the_target_of_an_indexer_is_the_mean_attention_of_the_layers_that_attend_with_it(case, plan, layers, device):
+    model, ids = float64_copy(stock_without_experts(case, device)), token_ids(2, LENGTH, device)
+    student = student_of(model, plan=plan)
+    targets, scores = targets_and_scores(copy.deepcopy(model), student, ids)
+    assert scores.keys() == layers.keys()
+    parts = [divergence(torch.stack([targets[i] for i in layers[j]]).mean(0), scores[j]) for j in layers]
+    outputs = student(ids)
+    ours, theirs = gradients(student, outputs["loss"]), gradients(student, sum(parts) / len(parts))
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-9)
+    each = {i: divergence(targets[i], scores[j]) for j in layers for i in layers[j]}
+    torch.testing.assert_close(outputs["layers"], torch.stack([each[i] for i in student.taught]))
+
+
+@pytest.mark.parametrize(("case", "learning"), [("deepseek_v32", {"0", "1"}), ("glm_moe_dsa", {"0"})])
+def test_a_model_with_indexers_stays_as_it_is_while_copies_of_them_learn(case, learning, device):
+    model = copy.deepcopy(stock_without_experts(case, device))
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    student = student_of(model, plan="mli", indexer=None)
+    student(token_ids(2, LENGTH, device))["loss"].backward()
+    assert set(student.indexers) == learning
+    for parameter in student.parameters():
+        assert parameter.grad.abs().sum() > 0
+        parameter.data.zero_()
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_packed_documents_and_padding_teach_as_each_document_alone(device):
+    student = student_of(float64_copy(stock("deepseek_v3", device, 1)))
+    ids, holes = token_ids(2, LENGTH, device), torch.ones(2, 3, dtype=torch.int64, device=device)
+    alone = student(ids)["layers"]
+    mask = torch.cat([0 * holes, torch.ones_like(ids)], 1)
+    torch.testing.assert_close(student(torch.cat([holes, ids], 1), attention_mask=mask)["layers"], alone)
+    positions = torch.arange(LENGTH, device=device).repeat(2)[None]
+    packed = student(ids.view(1, -1), position_ids=positions, attention_mask=torch.ones_like(positions))
+    torch.testing.assert_close(packed["layers"], alone)
+
+
+def test_in_the_second_stage_layers_attend_to_what_the_indexers_select(device):
+    model, ids = stock("deepseek_v3", device, 1), token_ids(2, LENGTH, device)
+    learned = student_of(model).weights()
+    dense, sparse, everything = (
+        Student(model, DSAConfig(indexer=learned, index_topk=topk), 0, sparse=stage)
+        for topk, stage in ((TOPK, False), (TOPK, True), (LENGTH, True))
+    )
+    outputs = [student(ids) for student in (dense, sparse, everything)]
+    torch.testing.assert_close(outputs[2]["layers"], outputs[0]["layers"])
+    ours = sparse.model(ids, use_cache=False).logits
+    optimized = dsa_compile.optimize(copy.deepcopy(model), indexer=learned, index_topk=TOPK, lowering="eager")
+    assert_rows_equal(ours, optimized(ids, use_cache=False).logits)
+    assert (ours - dense.model(ids, use_cache=False).logits).abs().max() > 1e-3
+
+
+def test_weights_are_kept_precisely_and_named_as_in_deepseek_v32(device):
+    student = student_of(copy.deepcopy(stock("deepseek_v3", device, 1)).to(torch.bfloat16))
+    assert {p.dtype for p in student.parameters()} == {torch.float32}
+    assert student(token_ids(1, LENGTH, device))["loss"].dtype == torch.float32
+    named = {n: t.shape[1:] for n, t in stock("deepseek_v32", device, 1).state_dict().items() if ".indexer." in n}
+    assert {n: t.shape[1:] for n, t in student.weights().items()} == named
+    assert {(t.dtype, "weights_proj" in n) for n, t in student.weights().items()} == {
+        (torch.bfloat16, False),
+        (torch.float32, True),
+    }
+
+
+def test_a_seed_makes_the_weights(device):
+    model = stock("deepseek_v3", device)
+    one, same, other = (Student(model, DSAConfig(**OPTIONS), seed) for seed in (1, 1, 2))
+    name = "indexers.0.wk.weight"
+    assert torch.equal(one.get_parameter(name), same.get_parameter(name))
+    assert not torch.equal(one.get_parameter(name), other.get_parameter(name))
+
+
+def test_a_row_that_is_padded_and_packed_is_refused(device):
+    inputs = left_padded(2, LENGTH, device)
+    with pytest.raises(InputError, match=r"either padded .* or packed"):
+        student_of(stock("deepseek_v3", device))(token_ids(2, LENGTH, device), **inputs)
+
+
+@pytest.mark.parametrize("fields", [{"selector": "dense", "indexer": None}, {"disable_passes": ["plan_selection"]}])
+def test_what_has_no_indexer_to_train_is_refused(fields, device):
+    with pytest.raises(ConfigError, match="an indexer is trained with every pass and for selector='indexer'"):
+        student_of(stock("deepseek_v3", device), **fields)
