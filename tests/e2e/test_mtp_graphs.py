@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from cases import TOPK, left_padded, stock, token_ids
+from cases import TOPK, left_padded, stock, token_ids, with_positions
 from mtp import LAYERS, draft_inputs, drafting, mtp_weights
 from torch._dynamo.utils import counters
 
@@ -17,6 +17,19 @@ ENDLESS = {"do_sample": False, "eos_token_id": None}
 SELECT, VERIFY = "dsa.select.default", "dsa.mtp_verify.default"
 
 
+def assert_filled_as_by_a_prompt(model, ids, mask, cache):
+    """Every layer's latents and index keys of tokens ``ids`` are what one call for all of them writes."""
+    anew, mask = model.make_cache(3, 64), torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+    with torch.no_grad():
+        model(ids, past_key_values=anew, **with_positions(mask))
+    assert torch.equal(cache.lengths.valid, anew.lengths.valid)
+    for layer, (one, two) in enumerate(zip(cache.layers, anew.layers)):
+        for b, n in enumerate(cache.lengths.valid.tolist()):
+            for ours, theirs in zip(one.pools().values(), two.pools().values()):
+                rows = slice(n - (layer == LAYERS))
+                torch.testing.assert_close(ours[b, rows], theirs[b, rows], atol=1e-4, rtol=0)
+
+
 def test_a_session_takes_three_graphs_whatever_the_prompts_and_what_is_accepted(device, graphs):
     fields = {"selector": "indexer", "indexer": "random", "index_n_heads": 8, "index_head_dim": 16, "index_topk": TOPK}
     model = drafting("deepseek_v3", device, drafts=2, lowering="eager", share_selection=True, **fields)
@@ -25,7 +38,8 @@ def test_a_session_takes_three_graphs_whatever_the_prompts_and_what_is_accepted(
         {"input_ids": token_ids(3, length, device)} | left_padded(3, length, device) for length in (TOPK + 3, 2 * TOPK)
     ]
     told = ENDLESS | {"max_new_tokens": 6}
-    ours = [model.generate(**inputs, **told, past_key_values=model.make_cache(3, 64)) for inputs in batches]
+    caches = [model.make_cache(3, 64) for _ in batches]
+    ours = [model.generate(**inputs, **told, past_key_values=cache) for inputs, cache in zip(batches, caches)]
     assert counters["stats"]["unique_graphs"] == 3
     assert not counters["graph_break"]
     fill, draft, step = (op_counts(gm) for gm in graphs)
@@ -39,6 +53,7 @@ def test_a_session_takes_three_graphs_whatever_the_prompts_and_what_is_accepted(
         plain = [model.generate(**inputs, **plainly).sequences for inputs in batches]
     assert all(map(torch.equal, ours, plain))
     assert len(said) == 1
+    assert_filled_as_by_a_prompt(model, ours[1][:, :-1], batches[1]["attention_mask"], caches[1])
 
 
 def test_each_width_is_compiled_once_with_a_static_number_of_rows(device, graphs, monkeypatch):

@@ -21,7 +21,8 @@ HIDDEN, LATENT, HI, DI, P = 8, 7, 2, 6, DIMS.qk_rope_head_dim
 
 class Rotary(nn.Module):
     def forward(self, x):
-        angles = x.mean() + torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[None, :, None].expand(-1, -1, P)
+        steps = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
+        angles = (steps * x.std())[None, :, None].expand(-1, -1, P)
         return angles.cos(), angles.sin()
 
 
