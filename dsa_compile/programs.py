@@ -16,13 +16,13 @@ from dsa_compile import compat
 _programs: dict[str, Callable[..., Any]] = {}
 
 
-def register(program: GraphModule, inputs: Sequence[Tensor]) -> str:
+def register(program: GraphModule, inputs: Sequence[Tensor], lowering: str) -> str:
     """The name of a program of tensors that returns a tuple of one; one name for one text on inputs of one kind.
 
-    ``inputs``: fake ones.
+    ``inputs``: fake ones. ``lowering``: of the graph that will name it, as of `DSAConfig`.
     """
     kinds = [(x.dtype, str(x.device), str(tuple(x.shape)), str(x.stride())) for x in inputs]
-    name = hashlib.sha256(f"{program.code} {kinds}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{lowering} {program.code} {kinds}".encode()).hexdigest()[:16]
     _programs[name] = program
     return name
 

@@ -38,7 +38,7 @@ def arguments(device, rows=1, seed=0):
 
 def named(writes, gate, reads):
     taken = [*writes, gate, *reads]
-    return writes, gate, reads, programs.register(symbolic_trace(Program()), taken), K
+    return writes, gate, reads, programs.register(symbolic_trace(Program()), taken, "eager"), K
 
 
 def whole(writes, gate, reads):
