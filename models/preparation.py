@@ -180,18 +180,18 @@ def _choose_selector(
         return config.selector, present if family.native_indexer else [None] * len(attentions)
     if family.native_indexer:
         if config.indexer is not None:
-            _reload_native(family, attentions[: model.config.num_hidden_layers], config.indexer)
+            _reload_native(family, attentions, model.config.num_hidden_layers, config.indexer)
         return "indexer", present
     if config.indexer == "random":
         return "indexer", _random_indexers(attentions, config)
-    every = config.plan is None
+    optional = 0 if config.plan is None else model.config.num_hidden_layers  # no plan reaches the MTP layer
     if config.indexer is not None:
         weights, source = _weights_of(config.indexer, family)
-        return "indexer", [*indexers_from(weights, attentions, family, source, every=every)]
+        return "indexer", [*indexers_from(weights, attentions, family, source, optional=optional)]
     checkpoint = Path(model.config.name_or_path or "")
     weights = _checkpoint_weights(checkpoint, family)
     if weights:
-        return "indexer", [*indexers_from(weights, attentions, family, str(checkpoint), every=every)]
+        return "indexer", [*indexers_from(weights, attentions, family, str(checkpoint), optional=optional)]
     raise IndexerWeightsError(
         f"{type(model).__name__} is a dense model and its checkpoint ({checkpoint or 'none'}) holds no tensors "
         f"{family.indexer_key}*. Three ways on: selector='dense' (latent cache and compilation, no selection); "
@@ -232,13 +232,13 @@ def _random_indexers(attentions: list[Any], config: DSAConfig) -> list[nn.Module
     return [*indexers]
 
 
-def _reload_native(family: Family, attentions: list[Any], source: str | Path | Mapping[str, Any]) -> None:
-    """Replace the weights of a model's own indexers, all or none."""
+def _reload_native(family: Family, attentions: list[Any], needed: int, source: str | Path | Mapping[str, Any]) -> None:
+    """Replace the weights of a model's own indexers, all or none; behind ``needed`` layers where ``source`` has any."""
     if source == "random":
         raise ConfigError(f"indexer='random': {family.model_type} has trained indexers of its own; leave indexer= out.")
     weights, name = _weights_of(source, family)
     layers = weights_by_layer(weights, family)
-    owners = [a for a in attentions if a.indexer is not None]
+    owners = [a for a in attentions if a.indexer is not None and (a.layer_idx < needed or a.layer_idx in layers)]
     for attention in owners:
         copy = type(attention.indexer)(attention.config, attention.layer_idx)
         load_indexer(copy, layers.get(attention.layer_idx, {}), f"{name}: layer {attention.layer_idx}")

@@ -153,7 +153,8 @@ def test_families_without_an_mtp_layer_are_refused(device):
         prepare(device, "deepseek_v2")
 
 
-def test_an_indexer_for_all_layers_but_the_mtp_layer_is_refused(device):
+@pytest.mark.parametrize("plan", [None, ["own", "from:0"]])
+def test_an_indexer_for_all_layers_but_the_mtp_layer_is_refused(device, plan):
     weights = {
         name: t
         for name, t in dsa_compile.prepare(
@@ -165,8 +166,22 @@ def test_an_indexer_for_all_layers_but_the_mtp_layer_is_refused(device):
     }
     with pytest.raises(dsa_compile.errors.IndexerWeightsError, match=rf"found none for layers \[{LAYERS}\]"):
         dsa_compile.prepare(
-            copy.deepcopy(stock(V3, device, LAYERS)), indexer=weights, mtp={"module": mtp_weights(V3, device)}
+            copy.deepcopy(stock(V3, device, LAYERS)),
+            indexer=weights,
+            plan=plan,
+            mtp={"module": mtp_weights(V3, device)},
         )
+
+
+def test_other_indexers_of_a_model_that_brings_its_own_reach_the_mtp_layer_where_they_are_of_it(device):
+    case, weights = "deepseek_v32", mtp_weights("deepseek_v32", device)
+    given = {name: t + 1 for name, t in stock(case, device, LAYERS + 1).state_dict().items() if ".indexer." in name}
+    without = {name: t for name, t in given.items() if not name.startswith(PREFIX)}
+    for indexer, moved in ((given, 1), (without, 0)):
+        model = copy.deepcopy(stock(case, device, LAYERS))
+        layer = dsa_compile.prepare(model, indexer=indexer, mtp={"module": weights}).model.layers[LAYERS]
+        for name, tensor in layer.self_attn.indexer.named_parameters():
+            assert torch.equal(tensor, weights[f"self_attn.indexer.{name}"] + moved)
 
 
 @pytest.mark.parametrize(
