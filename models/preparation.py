@@ -25,7 +25,7 @@ from dsa_compile.models.indexer import (
 )
 from dsa_compile.models.latent_attention import ATTENTION_NAME, Selection
 from dsa_compile.models.mtp import attach_mtp, new_mtp_layer
-from dsa_compile.models.mtp_weights import load_mtp_layer
+from dsa_compile.models.mtp_weights import has_mtp_layer, load_mtp_layer
 from dsa_compile.models.prepared import EVALUATION, Preparation, PreparedModel
 from dsa_compile.plan import PREVIOUS_STEP, UNMARKED, Plan, plan_of
 from dsa_compile.record import read_record
@@ -205,6 +205,11 @@ def trained_indexers(model: Any) -> bool:
     """Whether a stock model, or the checkpoint that it was loaded from, has indexers."""
     family = family_of(model)
     return family.native_indexer or bool(_checkpoint_weights(Path(model.config.name_or_path or ""), family))
+
+
+def brings_mtp(model: Any) -> bool:
+    """Whether ``mtp={}`` finds an MTP layer for a stock model."""
+    return family_of(model).mtp_layer is not None and has_mtp_layer(model)
 
 
 def _checkpoint_weights(checkpoint: Path, family: Family) -> dict[str, torch.Tensor]:
