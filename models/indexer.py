@@ -111,8 +111,8 @@ def indexers_from(
     if any(layer >= optional for layer in missing) or len(missing) == len(attentions):
         raise IndexerWeightsError(
             f"{source}: expected tensors {family.indexer_key}* for layers 0 to {len(attentions) - 1}, found none for "
-            f"layers {missing}. Give weights for every layer, the plan that those there are were trained for, or "
-            "selector='attention' or 'dense'."
+            f"layers {missing}. Give weights for every layer (that of mtp= included), the plan that those there are "
+            "were trained for, or selector='attention' or 'dense'."
         )
     return [
         None if a.layer_idx in missing else _indexer_from(layers[a.layer_idx], a, f"{source}: layer {a.layer_idx}")

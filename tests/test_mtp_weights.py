@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import dsa_compile
 from dsa_compile.errors import CheckpointError, ConfigError, MTPWeightsError, UnsupportedModelError
+from dsa_compile.models.preparation import brings_mtp
 
 V3, PREFIX = "deepseek_v3", f"model.layers.{LAYERS}."
 
@@ -148,6 +149,24 @@ def test_sources_without_an_mtp_layer_say_what_was_looked_for(device, tmp_path):
         prepare(device, module=tmp_path / "broken.safetensors")
 
 
+def test_whether_a_checkpoint_brings_an_mtp_layer_is_seen_in_its_files(device, tmp_path):
+    model = copy.deepcopy(stock(V3, device, LAYERS))
+    assert not brings_mtp(model)
+    model.config.name_or_path = str(tmp_path)
+    assert not brings_mtp(model)
+    files({"model.norm.weight": torch.ones(2)}, tmp_path)
+    assert not brings_mtp(model)
+    files({PREFIX + "hnorm.weight": torch.ones(2), "model.norm.weight": torch.ones(2)}, tmp_path, shards=2)
+    assert brings_mtp(model)
+    without = copy.deepcopy(stock("deepseek_v2", device, LAYERS))
+    without.config.name_or_path = str(tmp_path)
+    assert not brings_mtp(without)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "model-0.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match=r"model-0\.safetensors: cannot be read as a safetensors file"):
+        brings_mtp(model)
+
+
 def test_families_without_an_mtp_layer_are_refused(device):
     with pytest.raises(UnsupportedModelError, match=r"DeepseekV2ForCausalLM: mtp= needs.*deepseek_v2 do not\. Leave"):
         prepare(device, "deepseek_v2")
@@ -164,7 +183,9 @@ def test_an_indexer_for_all_layers_but_the_mtp_layer_is_refused(device, plan):
         .items()
         if ".indexer." in name
     }
-    with pytest.raises(dsa_compile.errors.IndexerWeightsError, match=rf"found none for layers \[{LAYERS}\]"):
+    with pytest.raises(
+        dsa_compile.errors.IndexerWeightsError, match=rf"none for layers \[{LAYERS}\]\. .* \(that of mtp= included\)"
+    ):
         dsa_compile.prepare(
             copy.deepcopy(stock(V3, device, LAYERS)),
             indexer=weights,
