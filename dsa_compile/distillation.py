@@ -195,7 +195,7 @@ def _checkpoint(student: Student, dataset: Sequence[Any], arguments: TrainingArg
         "seed": arguments.seed,
         "rows": len(dataset),
         "sparse": student.sparse,
-        "mtp": len(student.sources) > len(student.plan.sources),
+        "mtp": student.model.dsa.mtp_weights,
     }
     last = _last_whole(folder) if resume else None
     if last is not None:

@@ -80,10 +80,8 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
         drafts=config.mtp.most if config.mtp else 0,
         share_drafts=_shares_drafts(config, model.config),
         fingerprint=_fingerprint((name, *marks), [a.kv_a_proj_with_mqa.weight[0] for a in attentions]),
-        weights=_fingerprint(
-            (name,),
-            [p[:1] for m in (*attentions[:layers], *indexers[:layers]) if m is not None for p in m.parameters()],
-        ),
+        weights=_fingerprint((name,), _first_rows(attentions[:layers] + indexers[:layers])),
+        mtp_weights=None if mtp is None else _fingerprint((name,), _first_rows([mtp.eh_proj, mtp.self_attn])),
     )
     _check_reuse(preparation, own)
     experts = model.config._experts_implementation
@@ -151,6 +149,10 @@ def _fingerprint(words: Iterable[str], rows: Iterable[torch.Tensor]) -> str:
         if not row.is_meta:
             digest.update(row.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _first_rows(modules: Iterable[nn.Module | None]) -> list[torch.Tensor]:
+    return [p[:1] for m in modules if m is not None for p in m.parameters()]
 
 
 def _check_placement(model: Any) -> None:
