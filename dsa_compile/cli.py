@@ -364,6 +364,9 @@ def convert(
     indexer: Annotated[Path | None, typer.Option(help="With --retrain: where indexers start.")] = None,
     index_heads: Annotated[int, typer.Option(help="Heads of a new indexer.")] = 64,
     index_head_dim: Annotated[int, typer.Option(help="Dimension of such a head.")] = 128,
+    mtp: Annotated[
+        bool, typer.Option(help="Train an indexer for the MTP layer too, where the checkpoint has one that drafts.")
+    ] = True,
     steps: Annotated[int, typer.Option(help="Of the optimizer.")] = 1000,
     sparse_steps: Annotated[int, typer.Option(help="Of a second stage, under sparse attention.")] = 0,
     lr: Annotated[float, typer.Option(help="Learning rate at its highest.")] = 5e-3,
@@ -381,11 +384,12 @@ def convert(
     """Train indexers for a dense model and write a sparse checkpoint; an interrupted run goes on where it was."""
     with one_line_errors():
         from dsa_compile.convert import convert as run
+        from dsa_compile.models.preparation import brings_mtp
         from dsa_compile.texts import documents_in, read_texts
 
-        documents = documents_in(read_texts(data))
+        documents, model = documents_in(read_texts(data)), load(checkpoint, dtype, device)
         made = run(
-            load(checkpoint, dtype, device),
+            model,
             documents,
             out,
             tokenizer=_tokenizer(checkpoint),
@@ -399,6 +403,7 @@ def convert(
             seed=seed,
             retrain=retrain,
             progress=True,
+            mtp={} if mtp and brings_mtp(model) else None,
             plan=plan,
             index_topk=index_topk,
             indexer=indexer,

@@ -54,6 +54,8 @@ class Conversion:
         ):
             figures = ["-" if nats is None else f"{nats:.3f}", *(f"{figure:.3f}" for figure in (kept, best, share))]
             table.add_row(str(layer), self.sparse.letters[layer], *figures)
+        for layer, nats in [*enumerate(self.warmed.divergences)][len(shares) :]:
+            table.add_row(str(layer), "MTP", "-" if nats is None else f"{nats:.3f}", "-", "-", "-")
         table.add_section()
         table.add_row("mean", "", "", "", "", f"{sum(shares) / len(shares):.3f}")
         return table
@@ -92,7 +94,7 @@ def convert(
 
     Args:
         model: a stock model of a supported family; stays as it is. documents, isolate: see `packed_rows`.
-        out: see `save_checkpoint`. config: options as for `optimize`; ``fields`` replace single ones.
+        out: see `save_checkpoint`. config: options as for `warmup`, ``mtp`` among them; ``fields`` replace single ones.
         steps, learning_rate: of the warm-up, which rises over the first twentieth and falls as a cosine.
         sparse_steps: of a second stage at a tenth of that rate, in which layers attend to what the indexers select.
         batch: rows of a step. tokens: of a row; None: 4 K. seed: of the first indexers and the order of rows.

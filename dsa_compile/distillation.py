@@ -31,10 +31,11 @@ class Warmup:
 
     Attributes:
         indexers: tensors under DeepSeek-V3.2's names, for ``optimize(model, indexer=..., plan=...)``. Layers whose
-            selection nobody reads under the plan have none.
+            selection nobody reads under the plan have none. That of the MTP layer, if it was asked for, is that of the
+            layer behind the last.
         plan: that they were trained for. index_topk: K of the model that they are for.
         divergences: for each layer KL(p || softmax(I)) of the batch logged last, nats per token; None where it attends
-            to all, or nothing was logged.
+            to all, or nothing was logged. With an MTP layer its own is one more, the last.
         log: what the Trainer logged: step, loss, learning rate, and divergences as `LAYERS`.
     """
 
@@ -68,7 +69,8 @@ def warmup(
             documents, ``position_ids`` that begin anew with each; see `dsa_compile.texts.packed_rows`.
         arguments: of transformers' Trainer: steps, batch, learning rate, precision, seed, logging, checkpoints.
         config: options as for `optimize`; ``fields`` replace single ones. Read are ``index_topk``, ``plan``,
-            ``layer0``, ``index_n_heads``, ``index_head_dim`` and ``indexer``: where training starts.
+            ``layer0``, ``index_n_heads``, ``index_head_dim``, ``indexer``: where training starts, and ``mtp``: the MTP
+            layer learns too, on the states of the model and the tokens behind them; its weights are as for `optimize`.
         sparse: the second stage, for indexers that know dense attention already: layers attend to what the indexers
             select meanwhile, and p and softmax(I) are over that alone.
         retrain: go on from indexers that the model, its checkpoint or ``indexer`` has.
@@ -79,7 +81,7 @@ def warmup(
         ConfigError: an option or the plan does not fit, the model has indexers, or the checkpoints are of another run.
         InputError: there is no row in which a query sees more than K tokens.
         TrainingError: a loss or a weight is not finite; the last checkpoint is from before that.
-        UnsupportedModelError, IndexerWeightsError, CheckpointError: as of `optimize`.
+        UnsupportedModelError, IndexerWeightsError, MTPWeightsError, CheckpointError: as of `optimize`.
     """
     options = DSAConfig.of(config, **fields)
     _check_device(model, arguments)
@@ -106,7 +108,7 @@ def warmup(
         indexers=student.weights(),
         plan=student.plan,
         index_topk=index_topk,
-        divergences=tuple(found.get(layer) for layer in range(len(student.plan.sources))),
+        divergences=tuple(found.get(layer) for layer in range(len(student.sources))),
         log=tuple(log),
     )
 
@@ -193,6 +195,7 @@ def _checkpoint(student: Student, dataset: Sequence[Any], arguments: TrainingArg
         "seed": arguments.seed,
         "rows": len(dataset),
         "sparse": student.sparse,
+        "mtp": student.model.dsa.mtp_weights,
     }
     last = _last_whole(folder) if resume else None
     if last is not None:

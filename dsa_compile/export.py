@@ -31,7 +31,7 @@ def save_checkpoint(
     is written as it is, with its indexers beside it in `INDEXER_FILE`, where `optimize` finds them.
 
     Tensors of MTP layers, which transformers does not load, are carried over from the checkpoint that the model came
-    from. They have no indexer of their own yet, which a warning says.
+    from, with the indexer that ``warmed`` has for them; that there is none a warning says.
 
     Args:
         model: the stock model that ``warmed`` is of. tokenizer: saved with it. max_shard_size: as of transformers.
@@ -40,22 +40,29 @@ def save_checkpoint(
         The ``model_type`` of the checkpoint.
 
     Raises:
-        ConfigError: ``folder`` is the model's own checkpoint, or holds something else than a checkpoint.
+        ConfigError: ``folder`` is the model's own checkpoint, or holds something else than a checkpoint; or ``warmed``
+            has an indexer for an MTP layer that the model's own checkpoint lacks.
         CheckpointError: it cannot be written; what was there is as before.
     """
     folder = Path(folder)
     check_place(model, folder)
-    source = Path(model.config.name_or_path or "")
-    saved = _deepseek_v32(model, warmed) if _becomes_v32(model, warmed) else model
+    layers = model.config.num_hidden_layers
+    mtp = _mtp_tensors(Path(model.config.name_or_path or ""), layers)
+    mtp_indexer = {name: t for name, t in warmed.indexers.items() if _layer(name) >= layers}
+    _check_mtp(model, mtp, mtp_indexer)
+    indexers = {name: t for name, t in warmed.indexers.items() if name not in mtp_indexer}
+    saved = _deepseek_v32(model, indexers, warmed.index_topk) if _becomes_v32(model, warmed) else model
     weights = saved.state_dict()
     if family_of(saved).native_indexer:
-        weights |= warmed.indexers
+        weights |= indexers
+        mtp |= {name: t.cpu().contiguous() for name, t in mtp_indexer.items()}
     try:
         with whole_folder(folder) as part:
             saved.save_pretrained(part, state_dict=weights, max_shard_size=max_shard_size)
             if tokenizer is not None:
                 tokenizer.save_pretrained(part)
-            _add_mtp(part, source, model.config.num_hidden_layers)
+            if mtp:
+                _add_mtp(part, mtp)
             if not family_of(saved).native_indexer:
                 _add_indexers(part, warmed)
     except (OSError, SafetensorError) as error:
@@ -87,7 +94,24 @@ def _becomes_v32(model: Any, warmed: Warmup) -> bool:
     )
 
 
-def _deepseek_v32(model: Any, warmed: Warmup) -> Any:
+def _check_mtp(model: Any, mtp: dict[str, Tensor], indexer: dict[str, Tensor]) -> None:
+    """Refuse an indexer without its MTP layer, and warn of an MTP layer without indexer."""
+    source = model.config.name_or_path or "no checkpoint"
+    if indexer and not mtp:
+        raise ConfigError(
+            f"save_checkpoint: expected an MTP layer behind the last in the checkpoint of the model ({source}), which "
+            f"the indexer of layer {model.config.num_hidden_layers} was trained for, found none. Load the model from a "
+            "checkpoint that has the layer, or warm up without mtp=."
+        )
+    if mtp and not indexer and not any(".self_attn.indexer." in name for name in mtp):
+        warnings.warn(
+            f"{source}: its MTP layer gets no indexer: whoever drafts with the layer from a sparse checkpoint will "
+            "miss it. warmup(..., mtp={}) trains one.",
+            stacklevel=3,
+        )
+
+
+def _deepseek_v32(model: Any, indexers: dict[str, Tensor], index_topk: int) -> Any:
     """A stock DeepSeek-V3.2 on the weights of a V3 and indexers for it."""
     first = "model.layers.0.self_attn.indexer."
     fields = model.config.to_dict()
@@ -96,14 +120,14 @@ def _deepseek_v32(model: Any, warmed: Warmup) -> Any:
     config = DeepseekV32Config(
         **fields
         | {
-            "index_topk": warmed.index_topk,
-            "index_n_heads": len(warmed.indexers[f"{first}weights_proj.weight"]),
-            "index_head_dim": len(warmed.indexers[f"{first}wk.weight"]),
+            "index_topk": index_topk,
+            "index_n_heads": len(indexers[f"{first}weights_proj.weight"]),
+            "index_head_dim": len(indexers[f"{first}wk.weight"]),
         }
     )
     with torch.device("meta"):
         sparse = DeepseekV32ForCausalLM(config)
-    sparse.load_state_dict(model.state_dict() | warmed.indexers, strict=True, assign=True)
+    sparse.load_state_dict(model.state_dict() | indexers, strict=True, assign=True)
     sparse.generation_config = model.generation_config
     return sparse
 
@@ -116,17 +140,8 @@ def _add_indexers(folder: Path, warmed: Warmup) -> None:
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _add_mtp(folder: Path, source: Path, layers: int) -> None:
-    """Copy the tensors of layers from ``layers`` on out of ``source`` into one more shard, if it has any."""
-    tensors = _mtp_tensors(source, layers)
-    if not tensors:
-        return
-    if not any(".self_attn.indexer." in name for name in tensors):
-        warnings.warn(
-            f"{source}: its MTP layer has no indexer, and none is trained for it: engines that draft with the layer "
-            "from a sparse checkpoint will miss it.",
-            stacklevel=3,
-        )
+def _add_mtp(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Put ``tensors`` into one more shard."""
     shards = sorted(folder.glob("model*.safetensors"))
     names = [f"model-{number + 1:05}-of-{len(shards) + 1:05}.safetensors" for number in range(len(shards) + 1)]
     for shard, name in reversed([*zip(shards, names)]):
@@ -143,11 +158,17 @@ def _add_mtp(folder: Path, source: Path, layers: int) -> None:
 
 
 def _mtp_tensors(source: Path, layers: int) -> dict[str, Tensor]:
+    """Tensors of layers from ``layers`` on in a checkpoint folder; none where there is no such folder."""
     found = {}
     for file in sorted(source.glob("*.safetensors")) if source.is_dir() else []:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                number = re.match(r"model\.layers\.(\d+)\.", name)
-                if number and int(number[1]) >= layers:
+                if _layer(name) >= layers:
                     found[name] = tensors.get_tensor(name)
     return found
+
+
+def _layer(name: str) -> int:
+    """Number of the layer that a tensor is of; -1 where it is of none."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1

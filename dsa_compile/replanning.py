@@ -31,7 +31,7 @@ class Replanned:
                 "plans are measured on a model that selects and with every pass: expected selector='indexer' or "
                 f"'attention' and no disable_passes, came {options.selector!r} and {options.disable_passes}."
             )
-        self.model = prepared_twin(model, options)
+        self.model = prepared_twin(model, DSAConfig.of(options, mtp=None))
         self.own: Plan = self.model.dsa.plan
         self._job: tuple[Plan, bool] = (self.own, False)
         self._graphs: dict[GraphModule, GraphModule] = {}
@@ -79,14 +79,17 @@ class Replanned:
 
 
 def prepared_twin(model: nn.Module, options: DSAConfig) -> Any:
-    """A prepared copy of a model under its own plan, on the same weights, frozen, but those of indexers."""
+    """A prepared copy of a model under its own plan, on the same weights; all but those of indexers are frozen."""
     # the weights of an indexer may be replaced by those that the options name
     shared = [t for name, t in model.state_dict(keep_vars=True).items() if ".indexer." not in name]
     frozen = {id(t): nn.Parameter(t, requires_grad=False) if isinstance(t, nn.Parameter) else t for t in shared}
     twin: Any = copy.deepcopy(model, frozen)
     own = None if options.plan is None else "own"  # layers that no plan reads need no indexer
-    alone: dict[str, Any] = {"mtp": None, "layer0": "serial", "evaluation": None, "lowering": "eager"}
-    return prepare(twin, options, plan=own, **alone).eval()
+    alone: dict[str, Any] = {"layer0": "serial", "evaluation": None, "lowering": "eager"}
+    prepare(twin, options, plan=own, **alone).eval()
+    for name, parameter in twin.named_parameters():
+        parameter.requires_grad_(".indexer." in name)  # the MTP layer's are not the model's
+    return twin
 
 
 def plan_on(model: Any, wanted: Any, layer0: str = "serial") -> Plan:
@@ -96,9 +99,13 @@ def plan_on(model: Any, wanted: Any, layer0: str = "serial") -> Plan:
 
 
 def planned_copy(gm: GraphModule, model: Any, plan: Plan) -> GraphModule:
-    """A copy of a captured graph of a prepared model, in which each ``dsa::mla`` has the selection that a plan says."""
+    """A copy of a captured graph of a prepared model, in which each ``dsa::mla`` has the selection that a plan says.
+
+    That of an MTP layer, which no plan reaches, keeps its own.
+    """
     planned = GraphModule(gm, copy.deepcopy(gm.graph))
-    options = model.dsa.graph_options() | {"plan": plan.text(), "disable_passes": ("sparsify", "absorb_mla")}
+    text = (*plan.text(), "own") if model.dsa.drafts else plan.text()
+    options = model.dsa.graph_options() | {"plan": text, "disable_passes": ("sparsify", "absorb_mla")}
     rewrite(planned, DSAConfig.of(**options))
     return planned
 

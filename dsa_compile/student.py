@@ -13,6 +13,7 @@ from dsa_compile.divergence import taught_attention
 from dsa_compile.errors import ConfigError, InputError
 from dsa_compile.models.family import attention_modules
 from dsa_compile.models.indexer import LightningIndexer, randomize
+from dsa_compile.models.mtp import attend_without_cache
 from dsa_compile.passes.base import arguments, erase_dead
 from dsa_compile.plan import Plan
 from dsa_compile.replanning import plan_on, planned_copy, prepared_twin
@@ -28,7 +29,8 @@ class Student(nn.Module):
 
     Attributes:
         model: the prepared copy, frozen, on the weights of the model that was given.
-        plan: which layers attend with which indexer. taught: those that attend with one.
+        plan: which layers attend with which indexer. sources: the same with the MTP layer, if ``options`` attach one,
+            behind the last; it always attends with its own. taught: the layers that attend with one.
         indexers: by number of layer.
     """
 
@@ -49,17 +51,21 @@ class Student(nn.Module):
         twin = prepared_twin(model, options)
         precise = torch.promote_types(twin.dtype, torch.float32)
         self.plan: Plan = plan_on(twin, options.plan, options.layer0)
-        self.taught = tuple(i for i, source in enumerate(self.plan.sources) if source is not None)
+        mtp = (len(self.plan.sources),) if twin.dsa.drafts else ()
+        self.sources: tuple[int | None, ...] = (*self.plan.sources, *mtp)
+        self.taught = tuple(i for i, source in enumerate(self.sources) if source is not None)
         generator = torch.Generator().manual_seed(seed)
         self.indexers = nn.ModuleDict()
         for attention in attention_modules(twin):
             indexer: Any = getattr(attention, "indexer", None)
-            if indexer is not None and attention.layer_idx in self.plan.owners:
+            if indexer is not None and attention.layer_idx in self.sources:
                 self.indexers[str(attention.layer_idx)] = indexer.to(precise).requires_grad_(True)
                 if isinstance(indexer, LightningIndexer) and options.indexer == "random":
                     randomize(indexer, generator)
         if not self.indexers:
             raise ConfigError(f"plan={options.plan!r}: no layer attends with an indexer, so there is none to train.")
+        if mtp:
+            twin.model.register_forward_hook(attend_without_cache, with_kwargs=True)
         twin.compile(backend=self._capture)
         self.__dict__["model"] = twin
         self._losses: tuple[Tensor, ...] = ()
@@ -91,7 +97,7 @@ class Student(nn.Module):
             input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, logits_to_keep=1
         )
         layers = torch.stack(self._losses)
-        share = layers.new_tensor([1 / self.plan.sources.count(self.plan.sources[i]) for i in self.taught])
+        share = layers.new_tensor([1 / self.sources.count(self.sources[i]) for i in self.taught])
         return {"loss": (layers * share).sum() / len(self.indexers), "layers": layers.detach()}
 
     def weights(self) -> dict[str, Tensor]:

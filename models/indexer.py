@@ -99,20 +99,20 @@ def weights_by_layer(weights: Mapping[str, Tensor], family: Family) -> dict[int,
 
 
 def indexers_from(
-    weights: Mapping[str, Tensor], attentions: list[Any], family: Family, source: str, *, every: bool
+    weights: Mapping[str, Tensor], attentions: list[Any], family: Family, source: str, *, optional: int
 ) -> list[LightningIndexer | None]:
-    """An indexer with ``weights`` for each attention module; None where they have none, if not ``every`` one is needed.
+    """An indexer with ``weights`` for each attention module; None where the first ``optional`` ones have none.
 
     Raises:
         IndexerWeightsError: a layer or a tensor is missing, has another shape, or holds NaN or inf.
     """
     layers = weights_by_layer(weights, family)
     missing = [a.layer_idx for a in attentions if a.layer_idx not in layers]
-    if missing and (every or len(missing) == len(attentions)):
+    if any(layer >= optional for layer in missing) or len(missing) == len(attentions):
         raise IndexerWeightsError(
             f"{source}: expected tensors {family.indexer_key}* for layers 0 to {len(attentions) - 1}, found none for "
-            f"layers {missing}. Give weights for every layer, the plan that those there are were trained for, or "
-            "selector='attention' or 'dense'."
+            f"layers {missing}. Give weights for every layer (that of mtp= included), the plan that those there are "
+            "were trained for, or selector='attention' or 'dense'."
         )
     return [
         None if a.layer_idx in missing else _indexer_from(layers[a.layer_idx], a, f"{source}: layer {a.layer_idx}")

@@ -39,10 +39,14 @@ class MTPLayer(nn.Module):
             states: [B, T, hidden], of the token before. embeddings: [B, T, hidden].
             kwargs: as for the decoder layer.
         """
-        joined = torch.cat([self.enorm(embeddings), self.hnorm(states)], -1)
-        output = super().forward(self.eh_proj(joined), **kwargs)
+        output = super().forward(self.join(states, embeddings), **kwargs)
         state: Tensor = self.shared_head.norm(output[0] if isinstance(output, tuple) else output)
         return state
+
+    def join(self, states: Tensor, embeddings: Tensor) -> Tensor:
+        """What the decoder layer reads [B, T, hidden]; arguments as for `forward`."""
+        joined: Tensor = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(states)], -1))
+        return joined
 
 
 def new_mtp_layer(model: Any, family: Family) -> Any:
@@ -116,15 +120,50 @@ def fill(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, DSACache) or (state := cache.lengths.state) is None:
         return
-    states, slots, embeddings = output[0], cache.layers[-1].slots(), kwargs.get("inputs_embeds")
-    if embeddings is None:
-        embeddings = backbone.embed_tokens(kwargs["input_ids"])
-    columns = torch.arange(1, slots.shape[1] + 1, device=slots.device)
-    last = torch.where(slots >= 0, columns, 0).cummax(1).values
-    known = torch.cat([state[:, None], states], 1)
+    slots, embeddings = cache.layers[-1].slots(), _embeddings(backbone, kwargs)
+    states, cache.lengths.next_state = _states_before(output[0], slots >= 0, state)
+    run_mtp(backbone, cache, states, embeddings, (slots - 1).clamp(min=-1), kwargs["position_ids"] - 1)
+
+
+def attend_without_cache(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook that runs the attention of the MTP layer in a call without a cache, on the rows that `fill` has.
+
+    The column of token i + 1 has row i, of slot and position i. That of the first token of a sequence or a packed
+    document has none, and sees nothing: no row is of two documents. Who captures the call reads its ``dsa::mla``.
+    """
+    layer = backbone.layers[-1]
+    start, end = kwargs["attention_mask"].unbind(-1)
+    embeddings, positions = _embeddings(backbone, kwargs), (kwargs["position_ids"] - 1).clamp(min=0)
+    states, _ = _states_before(output[0], (end > start)[:, 0], torch.zeros_like(output[0][:, 0]))
+    layer.self_attn(
+        hidden_states=layer.input_layernorm(layer.join(states, embeddings)),
+        attention_mask=torch.stack([start, torch.maximum(start, end - 1)], -1),
+        position_ids=positions,
+        position_embeddings=backbone.rotary_emb(embeddings, position_ids=positions),
+    )
+
+
+def _embeddings(backbone: Any, kwargs: dict[str, Any]) -> Tensor:
+    """[B, T, hidden] of the tokens of a call."""
+    given: Tensor | None = kwargs.get("inputs_embeds")
+    return backbone.embed_tokens(kwargs["input_ids"]) if given is None else given
+
+
+def _states_before(states: Tensor, real: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of the token before each column, and of the last token of all, over what is padding.
+
+    Args:
+        states: [B, T, hidden], of the columns. real: bool[B, T], which of them hold a token.
+        first: [B, hidden], the state before them.
+
+    Returns:
+        [B, T, hidden] and [B, hidden].
+    """
+    columns = torch.arange(1, real.shape[1] + 1, device=real.device)
+    last = torch.where(real, columns, 0).cummax(1).values
+    known = torch.cat([first[:, None], states], 1)
     before = torch.cat([torch.zeros_like(last[:, :1]), last[:, :-1]], 1)
-    run_mtp(backbone, cache, rows_at(known, before), embeddings, (slots - 1).clamp(min=-1), kwargs["position_ids"] - 1)
-    cache.lengths.next_state = rows_at(known, last[:, -1:])[:, 0]
+    return rows_at(known, before), rows_at(known, last[:, -1:])[:, 0]
 
 
 def rows_at(states: Tensor, index: Tensor) -> Tensor:

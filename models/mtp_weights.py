@@ -5,7 +5,8 @@ Checkpoints repeat ``embed_tokens`` and ``shared_head.head`` for it, which are t
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +51,40 @@ def load_mtp_layer(layer: Any, model: Any, source: str | Path | Mapping[str, Ten
     layer.load_state_dict(placed, assign=True)
 
 
+def has_mtp_layer(model: Any) -> bool:
+    """Whether the checkpoint that a stock model was loaded from holds an MTP layer, behind the last of the model's."""
+    path, prefix = Path(model.config.name_or_path or ""), f"model.layers.{model.config.num_hidden_layers}."
+    if str(path) == "." or not path.is_dir() or not any(path.glob("*.safetensors")):
+        return False
+    for file in _files(path, prefix):
+        with _opened(file) as tensors:
+            if any(name.startswith(prefix) for name in tensors.keys()):  # noqa: SIM118
+                return True
+    return False
+
+
 def _read(path: Path, prefix: str) -> dict[str, Tensor]:
     """The tensors under ``prefix`` in a checkpoint folder or a safetensors file, without it."""
     found: dict[str, Tensor] = {}
     for file in _files(path, prefix):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                names = [n for n in tensors.keys() if n.startswith(prefix) and not n.endswith(SHARED)]  # noqa: SIM118
-                found |= {name.removeprefix(prefix): tensors.get_tensor(name) for name in names}
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file}: cannot be read as a safetensors file ({error}).") from error
+        with _opened(file) as tensors:
+            names = [n for n in tensors.keys() if n.startswith(prefix) and not n.endswith(SHARED)]  # noqa: SIM118
+            found |= {name.removeprefix(prefix): tensors.get_tensor(name) for name in names}
     if not found:
         raise MTPWeightsError(
             f"{path}: holds no tensors {prefix}*, the MTP layer behind the last of the model's. Not every checkpoint "
             "keeps it: name one that does with mtp=MTPConfig(module=...), or leave mtp= out."
         )
     return found
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be read as a safetensors file ({error}).") from error
 
 
 def _files(path: Path, prefix: str) -> list[Path]:

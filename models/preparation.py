@@ -25,7 +25,7 @@ from dsa_compile.models.indexer import (
 )
 from dsa_compile.models.latent_attention import ATTENTION_NAME, Selection
 from dsa_compile.models.mtp import attach_mtp, new_mtp_layer
-from dsa_compile.models.mtp_weights import load_mtp_layer
+from dsa_compile.models.mtp_weights import has_mtp_layer, load_mtp_layer
 from dsa_compile.models.prepared import EVALUATION, Preparation, PreparedModel
 from dsa_compile.plan import PREVIOUS_STEP, UNMARKED, Plan, plan_of
 from dsa_compile.record import read_record
@@ -80,10 +80,8 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
         drafts=config.mtp.most if config.mtp else 0,
         share_drafts=_shares_drafts(config, model.config),
         fingerprint=_fingerprint((name, *marks), [a.kv_a_proj_with_mqa.weight[0] for a in attentions]),
-        weights=_fingerprint(
-            (name,),
-            [p[:1] for m in (*attentions[:layers], *indexers[:layers]) if m is not None for p in m.parameters()],
-        ),
+        weights=_fingerprint((name,), _first_rows(attentions[:layers] + indexers[:layers])),
+        mtp_weights=None if mtp is None else _fingerprint((name,), _first_rows([mtp.eh_proj, mtp.self_attn])),
     )
     _check_reuse(preparation, own)
     experts = model.config._experts_implementation
@@ -153,6 +151,10 @@ def _fingerprint(words: Iterable[str], rows: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def _first_rows(modules: Iterable[nn.Module | None]) -> list[torch.Tensor]:
+    return [p[:1] for m in modules if m is not None for p in m.parameters()]
+
+
 def _check_placement(model: Any) -> None:
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
@@ -180,18 +182,18 @@ def _choose_selector(
         return config.selector, present if family.native_indexer else [None] * len(attentions)
     if family.native_indexer:
         if config.indexer is not None:
-            _reload_native(family, attentions[: model.config.num_hidden_layers], config.indexer)
+            _reload_native(family, attentions, model.config.num_hidden_layers, config.indexer)
         return "indexer", present
     if config.indexer == "random":
         return "indexer", _random_indexers(attentions, config)
-    every = config.plan is None
+    optional = 0 if config.plan is None else model.config.num_hidden_layers  # no plan reaches the MTP layer
     if config.indexer is not None:
         weights, source = _weights_of(config.indexer, family)
-        return "indexer", [*indexers_from(weights, attentions, family, source, every=every)]
+        return "indexer", [*indexers_from(weights, attentions, family, source, optional=optional)]
     checkpoint = Path(model.config.name_or_path or "")
     weights = _checkpoint_weights(checkpoint, family)
     if weights:
-        return "indexer", [*indexers_from(weights, attentions, family, str(checkpoint), every=every)]
+        return "indexer", [*indexers_from(weights, attentions, family, str(checkpoint), optional=optional)]
     raise IndexerWeightsError(
         f"{type(model).__name__} is a dense model and its checkpoint ({checkpoint or 'none'}) holds no tensors "
         f"{family.indexer_key}*. Three ways on: selector='dense' (latent cache and compilation, no selection); "
@@ -205,6 +207,11 @@ def trained_indexers(model: Any) -> bool:
     """Whether a stock model, or the checkpoint that it was loaded from, has indexers."""
     family = family_of(model)
     return family.native_indexer or bool(_checkpoint_weights(Path(model.config.name_or_path or ""), family))
+
+
+def brings_mtp(model: Any) -> bool:
+    """Whether ``mtp={}`` finds an MTP layer for a stock model."""
+    return family_of(model).mtp_layer is not None and has_mtp_layer(model)
 
 
 def _checkpoint_weights(checkpoint: Path, family: Family) -> dict[str, torch.Tensor]:
@@ -232,13 +239,13 @@ def _random_indexers(attentions: list[Any], config: DSAConfig) -> list[nn.Module
     return [*indexers]
 
 
-def _reload_native(family: Family, attentions: list[Any], source: str | Path | Mapping[str, Any]) -> None:
-    """Replace the weights of a model's own indexers, all or none."""
+def _reload_native(family: Family, attentions: list[Any], needed: int, source: str | Path | Mapping[str, Any]) -> None:
+    """Replace the weights of a model's own indexers, all or none; behind ``needed`` layers where ``source`` has any."""
     if source == "random":
         raise ConfigError(f"indexer='random': {family.model_type} has trained indexers of its own; leave indexer= out.")
     weights, name = _weights_of(source, family)
     layers = weights_by_layer(weights, family)
-    owners = [a for a in attentions if a.indexer is not None]
+    owners = [a for a in attentions if a.indexer is not None and (a.layer_idx < needed or a.layer_idx in layers)]
     for attention in owners:
         copy = type(attention.indexer)(attention.config, attention.layer_idx)
         load_indexer(copy, layers.get(attention.layer_idx, {}), f"{name}: layer {attention.layer_idx}")

@@ -25,7 +25,8 @@ class Preparation:
     `generate` drafts in a step at most, 0 without an MTP layer. ``share_drafts``: all of them attend to one selection.
 
     Copies of a model share both names of its weights: ``fingerprint`` is for caches and differs between plans,
-    ``weights`` is for measurements and differs between indexers.
+    ``weights`` is for measurements and differs between indexers. ``mtp_weights`` names the MTP layer likewise, but for
+    an attached indexer; None without one.
     """
 
     family_type: str
@@ -38,6 +39,7 @@ class Preparation:
     share_drafts: bool
     fingerprint: str
     weights: str
+    mtp_weights: str | None
 
     def subject(self) -> dict[str, Any]:
         """What measurements are of, beside a plan: they say nothing of other weights, another selector or K."""

@@ -2,12 +2,15 @@
 
 import copy
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from cases import FAMILIES, NATIVE, optimized, stock
 from oracles import float64_copy
+from safetensors.torch import save_file
 from torch import Tensor
 
 import dsa_compile
@@ -27,6 +30,13 @@ def mtp_weights(case: str, device: torch.device) -> dict[str, Tensor]:
         weights[f"{name}.weight"] = (1 + 0.3 * torch.randn(width, generator=generator)).to(device)
     weights["eh_proj.weight"] = (0.2 * torch.randn(width, 2 * width, generator=generator)).to(device)
     return weights
+
+
+def add_mtp_layer(folder: Path, case: str, device: torch.device) -> None:
+    """Put `mtp_weights` into the checkpoint of a miniature, beside what `transformers` wrote."""
+    layer = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    weights = {f"model.layers.{layer}.{name}": t.cpu().contiguous() for name, t in mtp_weights(case, device).items()}
+    save_file(weights, folder / "mtp.safetensors")
 
 
 def drafting(
@@ -88,9 +98,7 @@ def naive_draft_logits(case: str, device: torch.device, ids: Tensor, drafts: int
             states = before_norm[0]
         tokens, logits = ids[None, 1:], []
         for _ in range(drafts):
-            halves = [_rms(model.model.embed_tokens(tokens), weights["enorm.weight"], model.config)]
-            halves.insert(fault != "halves swapped", _rms(states, weights["hnorm.weight"], model.config))
-            rows = torch.cat(halves, -1) @ weights["eh_proj.weight"].T
+            rows = naive_rows(model, weights, states, tokens, swapped=fault == "halves swapped")
             T = rows.shape[1]
             mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=device).tril()
             if fault == "prompt not filled":
@@ -103,6 +111,15 @@ def naive_draft_logits(case: str, device: torch.device, ids: Tensor, drafts: int
             states = torch.cat([states, last], 1)
             tokens = torch.cat([tokens, logits[-1].argmax(-1)], 1)
     return torch.cat(logits, 1)[0]
+
+
+def naive_rows(
+    model: Any, weights: dict[str, Tensor], states: Tensor, tokens: Tensor, *, swapped: bool = False
+) -> Tensor:
+    """What the decoder layer of an MTP layer reads [B, T, hidden]: of each token, and the state of the one before."""
+    halves = [_rms(model.model.embed_tokens(tokens), weights["enorm.weight"], model.config)]
+    halves.insert(not swapped, _rms(states, weights["hnorm.weight"], model.config))
+    return torch.cat(halves, -1) @ weights["eh_proj.weight"].T
 
 
 def _rms(x: Tensor, weight: Tensor, config: Any) -> Tensor:

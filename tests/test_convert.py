@@ -1,8 +1,11 @@
 """From a dense checkpoint to a sparse one, from a shell."""
 
+import json
+
 import pytest
 import torch
 from cases import TOPK
+from mtp import add_mtp_layer
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV32ForCausalLM
 from typer.testing import CliRunner
 
@@ -16,9 +19,10 @@ SIZES = ("--index-topk", TOPK, "--index-heads", 2, "--index-head-dim", 16, "--to
 
 @pytest.fixture(scope="module")
 def checkpoint(pytestconfig, tmp_path_factory):
-    """A miniature of one layer with a real tokenizer, and text."""
+    """A miniature of one layer and an MTP layer with a real tokenizer, and text."""
     folder = tmp_path_factory.mktemp("dense")
     miniature("deepseek_v3", num_hidden_layers=1, vocab_size=4096).save_pretrained(folder / "model")
+    add_mtp_layer(folder / "model", "deepseek_v3", torch.device("cpu"))
     AutoTokenizer.from_pretrained(pytestconfig.rootpath / "examples" / "tinyseek-4m").save_pretrained(folder / "model")
     readme = (pytestconfig.rootpath / "README.md").read_text()
     (folder / "text.txt").write_text("<|endoftext|>".join(readme.split("\n## ")))
@@ -34,11 +38,19 @@ def convert(checkpoint, out, *arguments, data="text.txt"):
 def test_convert_writes_a_sparse_checkpoint_and_says_what_it_costs(checkpoint, tmp_path):
     done = convert(checkpoint, tmp_path / "sparse", "--steps", 2, "--sparse-steps", 1)
     assert done.exit_code == 0, done.output
-    for text in ("plan F, K = 8", "exact selection", "over dense", "2 rows that no indexer was trained on"):
+    for text in (
+        "plan F, K = 8",
+        "│     1 │ MTP │",
+        "exact selection",
+        "over dense",
+        "2 rows that no indexer was trained on",
+    ):
         assert text in done.stdout
     assert done.stdout.rstrip().endswith("sparse: deepseek_v32")
     assert [p.name for p in tmp_path.iterdir()] == ["sparse"]
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")) is DeepseekV32ForCausalLM
+    index = json.loads((tmp_path / "sparse" / "model.safetensors.index.json").read_text())
+    assert "model.layers.1.self_attn.indexer.wq_b.weight" in index["weight_map"]
     assert AutoTokenizer.from_pretrained(tmp_path / "sparse").eos_token == "<|endoftext|>"
 
 
@@ -52,10 +64,11 @@ def test_a_conversion_that_is_killed_goes_on_where_it_was(checkpoint, tmp_path, 
         return saved(model, warmed, out, tokenizer=tokenizer)
 
     monkeypatch.setattr(dsa_compile.convert, "save_checkpoint", killed)
-    arguments = ("--steps", 2, "--isolate", "--held-out", 1)
+    arguments = ("--steps", 2, "--isolate", "--held-out", 1, "--no-mtp")
     assert convert(checkpoint, tmp_path / "sparse", *arguments).exit_code != 0
     assert [p.name for p in tmp_path.iterdir()] == [".sparse.warmup"]
-    assert convert(checkpoint, tmp_path / "sparse", *arguments).exit_code == 0
+    with pytest.warns(UserWarning, match="its MTP layer gets no indexer"):
+        assert convert(checkpoint, tmp_path / "sparse", *arguments).exit_code == 0
     first, second = seen
     assert all(torch.equal(t, second.indexers[name]) for name, t in first.indexers.items())
     assert second.log == first.log[: len(second.log)]

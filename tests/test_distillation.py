@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from cases import TOPK, stock, stock_without_experts
+from mtp import mtp_weights
 from transformers import TrainerCallback, TrainingArguments
 
 import dsa_compile
@@ -69,20 +70,23 @@ class Killed(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def test_a_run_that_is_killed_at_any_step_goes_on_to_the_same_losses(train):
+def test_a_run_that_is_killed_at_any_step_goes_on_to_the_same_losses(train, device):
     fields = {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}
-    whole = train("whole", **fields)
+    mtp = {"mtp": {"module": mtp_weights("deepseek_v3", device)}}
+    whole = train("whole", options=mtp, **fields)
     assert len(losses(whole)) == STEPS
+    assert {name.split(".")[2] for name in whole.indexers} == {"0", "1"}
+    assert len(whole.divergences) == 2
     for step, event in ((1, "step"), (3, "save")):
         with pytest.raises(KeyboardInterrupt):
-            train(f"{step}", options={"callbacks": [Killed(step, event)]}, **fields)
-        again = train(f"{step}", **fields)
+            train(f"{step}", options=mtp | {"callbacks": [Killed(step, event)]}, **fields)
+        again = train(f"{step}", options=mtp, **fields)
         assert losses(again) == pytest.approx(losses(whole), abs=1e-5)
         for name, tensor in whole.indexers.items():
             torch.testing.assert_close(again.indexers[name], tensor, rtol=0, atol=1e-5)
 
 
-def test_a_finished_run_is_not_trained_again_and_another_run_is_not_resumed(train, rows):
+def test_a_finished_run_is_not_trained_again_and_another_run_is_not_resumed(train, rows, device):
     first = train()
     same = train()
     assert (losses(same), same.divergences) == (losses(first), first.divergences)
@@ -91,6 +95,7 @@ def test_a_finished_run_is_not_trained_again_and_another_run_is_not_resumed(trai
         ({"seed": 1}, "seed: expected 1, came 42"),
         ({"data": rows[:8]}, "rows: expected 8, came 32"),
         ({"options": {"sparse": True}}, "sparse: expected True, came False"),
+        ({"options": {"mtp": {"module": mtp_weights("deepseek_v3", device)}}}, "mtp: expected '[0-9a-f]+', came None"),
     ):
         with pytest.raises(ConfigError, match=rf"warmup\.json: warm-up of something else: {words}"):
             train(**other)

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from cases import ATOL, TOPK, stock, token_ids
+from mtp import LAYERS, add_mtp_layer, mtp_weights
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV32ForCausalLM
@@ -104,7 +105,7 @@ def test_a_model_that_brings_indexers_is_saved_with_the_trained_ones(device, tmp
 def test_tokenizer_and_mtp_layer_are_carried_over(pytestconfig, device, tmp_path, monkeypatch):
     source = pytestconfig.rootpath / "examples" / "tinyseek-4m"
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    with pytest.warns(UserWarning, match="its MTP layer has no indexer"):
+    with pytest.warns(UserWarning, match=r"its MTP layer gets no indexer.*warmup\(\.\.\., mtp=\{\}\) trains one"):
         save_checkpoint(model, warmed_up(model, index_head_dim=32), tmp_path / "out", tokenizer=tokenizer_of(source))
     theirs, ours = (
         {n: t for f in p.glob("*.safetensors") for n, t in load_file(f).items()} for p in (source, tmp_path / "out")
@@ -117,6 +118,39 @@ def test_tokenizer_and_mtp_layer_are_carried_over(pytestconfig, device, tmp_path
     monkeypatch.setattr(DeepseekV32ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.6\."])
     assert loaded(tmp_path / "out", device).config.num_nextn_predict_layers == 1
     assert tokenizer_of(tmp_path / "out")("The code").input_ids == tokenizer_of(source)("The code").input_ids
+
+
+@pytest.mark.parametrize(("plan", "kind"), [(None, "deepseek_v32"), (["own", "from:0"], "deepseek_v3")])
+def test_a_sparse_checkpoint_drafts_with_the_indexer_that_its_mtp_layer_was_given(plan, kind, device, tmp_path):
+    stock("deepseek_v3", device, LAYERS).save_pretrained(tmp_path / "dense")
+    add_mtp_layer(tmp_path / "dense", "deepseek_v3", device)
+    warmed = warmed_up(load(tmp_path / "dense", device), plan=plan, mtp={})
+    assert save_checkpoint(load(tmp_path / "dense", device), warmed, tmp_path / "sparse") == kind
+    options = {"plan": plan, "index_topk": TOPK, "lowering": "eager"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="plan=")
+        plain, drafting = (
+            dsa_compile.optimize(load(tmp_path / "sparse", device), mtp=mtp, **options) for mtp in (None, {"drafts": 2})
+        )
+    prefix = f"model.layers.{LAYERS}.self_attn.indexer."
+    trained = {name: t for name, t in warmed.indexers.items() if name.startswith(prefix)}
+    assert len(trained) == 5
+    assert all(torch.equal(drafting.state_dict()[name], t) for name, t in trained.items())
+    ids = token_ids(2, 2 * TOPK, device)
+    want, ours = (m.generate(ids, do_sample=False, max_new_tokens=4, eos_token_id=None) for m in (plain, drafting))
+    assert torch.equal(ours, want)
+
+
+def test_an_indexer_of_an_mtp_layer_is_not_saved_without_the_layer(device, tmp_path):
+    model = copy.deepcopy(stock("deepseek_v3", device, 1))
+    warmed = warmed_up(model, mtp={"module": mtp_weights("deepseek_v3", device)})
+    with pytest.raises(ConfigError, match=r"expected an MTP layer .* which the indexer of layer 1 was trained for"):
+        save_checkpoint(model, warmed, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def load(folder, device):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
 
 
 def tokenizer_of(folder):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import dsa_compile
 from dsa_compile.errors import CheckpointError, ConfigError, MTPWeightsError, UnsupportedModelError
+from dsa_compile.models.preparation import brings_mtp
 
 V3, PREFIX = "deepseek_v3", f"model.layers.{LAYERS}."
 
@@ -148,12 +149,31 @@ def test_sources_without_an_mtp_layer_say_what_was_looked_for(device, tmp_path):
         prepare(device, module=tmp_path / "broken.safetensors")
 
 
+def test_whether_a_checkpoint_brings_an_mtp_layer_is_seen_in_its_files(device, tmp_path):
+    model = copy.deepcopy(stock(V3, device, LAYERS))
+    assert not brings_mtp(model)
+    model.config.name_or_path = str(tmp_path)
+    assert not brings_mtp(model)
+    files({"model.norm.weight": torch.ones(2)}, tmp_path)
+    assert not brings_mtp(model)
+    files({PREFIX + "hnorm.weight": torch.ones(2), "model.norm.weight": torch.ones(2)}, tmp_path, shards=2)
+    assert brings_mtp(model)
+    without = copy.deepcopy(stock("deepseek_v2", device, LAYERS))
+    without.config.name_or_path = str(tmp_path)
+    assert not brings_mtp(without)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "model-0.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match=r"model-0\.safetensors: cannot be read as a safetensors file"):
+        brings_mtp(model)
+
+
 def test_families_without_an_mtp_layer_are_refused(device):
     with pytest.raises(UnsupportedModelError, match=r"DeepseekV2ForCausalLM: mtp= needs.*deepseek_v2 do not\. Leave"):
         prepare(device, "deepseek_v2")
 
 
-def test_an_indexer_for_all_layers_but_the_mtp_layer_is_refused(device):
+@pytest.mark.parametrize("plan", [None, ["own", "from:0"]])
+def test_an_indexer_for_all_layers_but_the_mtp_layer_is_refused(device, plan):
     weights = {
         name: t
         for name, t in dsa_compile.prepare(
@@ -163,10 +183,26 @@ def test_an_indexer_for_all_layers_but_the_mtp_layer_is_refused(device):
         .items()
         if ".indexer." in name
     }
-    with pytest.raises(dsa_compile.errors.IndexerWeightsError, match=rf"found none for layers \[{LAYERS}\]"):
+    with pytest.raises(
+        dsa_compile.errors.IndexerWeightsError, match=rf"none for layers \[{LAYERS}\]\. .* \(that of mtp= included\)"
+    ):
         dsa_compile.prepare(
-            copy.deepcopy(stock(V3, device, LAYERS)), indexer=weights, mtp={"module": mtp_weights(V3, device)}
+            copy.deepcopy(stock(V3, device, LAYERS)),
+            indexer=weights,
+            plan=plan,
+            mtp={"module": mtp_weights(V3, device)},
         )
+
+
+def test_other_indexers_of_a_model_that_brings_its_own_reach_the_mtp_layer_where_they_are_of_it(device):
+    case, weights = "deepseek_v32", mtp_weights("deepseek_v32", device)
+    given = {name: t + 1 for name, t in stock(case, device, LAYERS + 1).state_dict().items() if ".indexer." in name}
+    without = {name: t for name, t in given.items() if not name.startswith(PREFIX)}
+    for indexer, moved in ((given, 1), (without, 0)):
+        model = copy.deepcopy(stock(case, device, LAYERS))
+        layer = dsa_compile.prepare(model, indexer=indexer, mtp={"module": weights}).model.layers[LAYERS]
+        for name, tensor in layer.self_attn.indexer.named_parameters():
+            assert torch.equal(tensor, weights[f"self_attn.indexer.{name}"] + moved)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from cases import TOPK, assert_rows_equal, left_padded, stock, stock_without_experts, token_ids
+from mtp import LAYERS, mtp_weights, naive_rows
 from oracles import float64_copy
 
 import dsa_compile
@@ -45,23 +46,50 @@ def targets_and_scores(model, student, ids):
     scores = {}
     for layer, indexer in student.indexers.items():
         path = f"model.layers.{layer}.self_attn"
-        q, key, weights = project(
-            seen[f"{path}.kv_a_proj_with_mqa"],
-            next(seen[f"{path}.{name}"] for name in ("q_b_proj", "q_proj") if f"{path}.{name}" in seen),
-            cos,
-            sin,
-            indexer.wq_b.weight,
-            indexer.wk.weight,
-            indexer.k_norm.weight,
-            indexer.k_norm.bias,
-            indexer.weights_proj.weight,
-            n_heads=HEADS,
-            head_dim=DIM,
-            rope_dim=8,
-            layout=family_of(model).index_rope,
-        )
-        scores[int(layer)] = index_scores(q, weights.double(), key, DIM**-0.5)
+        q_latent = next(seen[f"{path}.{name}"] for name in ("q_b_proj", "q_proj") if f"{path}.{name}" in seen)
+        read = seen[f"{path}.kv_a_proj_with_mqa"], q_latent, cos, sin
+        scores[int(layer)] = scores_of(indexer, *read, layout=family_of(model).index_rope)
     return [a.double().mean(1) for a in attentions], scores
+
+
+def scores_of(indexer, x, q_latent, cos, sin, *, layout):
+    """[B, T, T] that an indexer gives pairs of tokens, visible or not."""
+    q, key, weights = project(
+        x,
+        q_latent,
+        cos,
+        sin,
+        indexer.wq_b.weight,
+        indexer.wk.weight,
+        indexer.k_norm.weight,
+        indexer.k_norm.bias,
+        indexer.weights_proj.weight,
+        n_heads=indexer.n_heads,
+        head_dim=DIM,
+        rope_dim=8,
+        layout=layout,
+    )
+    return index_scores(q, weights.double(), key, DIM**-0.5)
+
+
+def mtp_target_and_scores(case, model, student, ids):
+    """`targets_and_scores` of the MTP layer, from a stock decoder layer on what the definition says that it reads."""
+    deeper = float64_copy(stock(case, ids.device, LAYERS + 1))
+    deeper.set_attn_implementation("eager")
+    layer, seen = deeper.model.layers[LAYERS], {}
+    weights = {name: t.double() for name, t in mtp_weights(case, ids.device).items() if t.is_floating_point()}
+    attention = layer.self_attn
+    attention.kv_a_proj_with_mqa.register_forward_pre_hook(lambda _, args: seen.update(x=args[0]))
+    attention.q_b_proj.register_forward_pre_hook(lambda _, args: seen.update(q_latent=args[0]))
+    attention.register_forward_hook(lambda _, __, output: seen.update(attention=output[1]))
+    with torch.no_grad():
+        rows = naive_rows(model, weights, model.model(ids[:, :-1]).last_hidden_state, ids[:, 1:])
+        hidden = torch.full((rows.shape[1],) * 2, -torch.inf, dtype=rows.dtype, device=ids.device).triu(1)
+        rope = model.model.rotary_emb(rows, position_ids=torch.arange(rows.shape[1], device=ids.device)[None])
+        layer(rows, attention_mask=hidden[None, None], position_embeddings=rope)
+    layout = family_of(model).index_rope
+    scores = scores_of(student.indexers[str(LAYERS)], seen["x"], seen["q_latent"], *rope, layout=layout)
+    return seen["attention"].mean(1), scores
 
 
 def divergence(target, scores):
@@ -95,11 +123,26 @@ def test_the_target_of_an_indexer_is_the_mean_attention_of_the_layers_that_atten
     torch.testing.assert_close(outputs["layers"], torch.stack([each[i] for i in student.taught]))
 
 
-@pytest.mark.parametrize(("case", "learning"), [("deepseek_v32", {"0", "1"}), ("glm_moe_dsa", {"0"})])
+@pytest.mark.parametrize(("case", "plan"), [("deepseek_v3", "mli"), ("glm4_moe_lite", ["own", "from:0"])])
+def test_an_mtp_layer_learns_from_its_own_attention_whatever_the_plan(case, plan, device):
+    model, ids = float64_copy(stock(case, device, LAYERS)), token_ids(2, LENGTH, device)
+    student = student_of(model, plan=plan, mtp={"module": mtp_weights(case, device)})
+    want = divergence(*mtp_target_and_scores(case, copy.deepcopy(model), student, ids))
+    outputs = student(ids)
+    torch.testing.assert_close(outputs["layers"][-1], want)
+    ours, theirs = gradients(student, outputs["loss"]), gradients(student, want / len(student.indexers))
+    learning = [name for name, gradient in theirs.items() if gradient is not None]
+    assert {name.split(".")[1] for name in learning} == {str(LAYERS)}
+    for name in learning:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("case", "learning"), [("deepseek_v32", {"0", "1", "3"}), ("glm_moe_dsa", {"0", "3"})])
 def test_a_model_with_indexers_stays_as_it_is_while_copies_of_them_learn(case, learning, device):
     model = copy.deepcopy(stock_without_experts(case, device))
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    student = student_of(model, plan="mli", indexer=None)
+    mtp = mtp_weights(case, device) | model.model.layers[2].state_dict()
+    student = student_of(model, plan="mli", indexer=None, mtp={"module": mtp})
     student(token_ids(2, LENGTH, device))["loss"].backward()
     assert set(student.indexers) == learning
     for parameter in student.parameters():
@@ -110,7 +153,8 @@ def test_a_model_with_indexers_stays_as_it_is_while_copies_of_them_learn(case, l
 
 
 def test_packed_documents_and_padding_teach_as_each_document_alone(device):
-    student = student_of(float64_copy(stock("deepseek_v3", device, 1)))
+    model = float64_copy(stock("deepseek_v3", device, LAYERS))
+    student = student_of(model, mtp={"module": mtp_weights("deepseek_v3", device)})
     ids, holes = token_ids(2, LENGTH, device), torch.ones(2, 3, dtype=torch.int64, device=device)
     alone = student(ids)["layers"]
     mask = torch.cat([0 * holes, torch.ones_like(ids)], 1)
