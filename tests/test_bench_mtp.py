@@ -67,7 +67,19 @@ def test_other_tokens_than_those_of_plain_decoding_are_wrong_and_have_no_speed(u
     assert "wrong" in result.stdout
 
 
-def test_what_transformers_cannot_draft_for_is_said(uncompiled, monkeypatch, tmp_path):
+def test_where_plain_decoding_does_not_fit_nothing_is_wrong(uncompiled, monkeypatch, tmp_path):
+    def measured(setting, way):
+        row = mtp.Row(str(way), rate=100.0, accept_length=2.0) if way else mtp.Row("0", refused="out of memory")
+        return row, torch.ones(1, 3 if way else 0)
+
+    monkeypatch.setattr(mtp, "measured", measured)
+    result = bench("mtp", *ASKED, "--batch", 2, "--drafts", 1, "--out", tmp_path / "figures.json")
+    assert result.exit_code == 0, result.output
+    assert "out of memory" in result.stdout
+    assert rows_of(tmp_path / "figures.json")["1"]["rate"] == 100.0
+
+
+def test_what_transformers_cannot_draft_for_is_said(uncompiled):
     setting = mtp.Setting(FOLDER, 2, 40, 8, "float32", "default")
     row, _ = mtp.measured(setting, THEIRS)
     assert row.rate is None

@@ -89,7 +89,7 @@ def mtp(
             progress.print(f"{setting.title}: {way}", style="dim")
             row, tokens = apart(measured, setting, way)
             plain = tokens if way == 0 else plain
-            if not row.refused and not torch.equal(tokens, plain):
+            if not row.refused and plain.numel() and not torch.equal(tokens, plain):
                 row = Row(row.way, refused="wrong")
                 figures["wrong"].append(f"{setting.title}: {row.way}")
             rows.append(row)
