@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from dsa_compile import compat
 from dsa_compile.dims import IndexerDims, LayerDims
 from dsa_compile.errors import CacheCapacityError, CacheError
 from dsa_compile.lowering.fp8_keys import WIDTH_STEP
@@ -104,14 +105,16 @@ class DSACacheLayer(CacheLayerMixin):
         fp8_keys = fp8_keys and index_width > 0
 
         def pool(*width: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(lengths.valid.shape[0], capacity, *width, dtype=dtype, device=device)
+            return compat.fixed_address(
+                torch.zeros(lengths.valid.shape[0], capacity, *width, dtype=dtype, device=device)
+            )
 
         width = row_bytes(dims.kv_lora_rank, dims.qk_rope_head_dim) if fp8 else dims.latent_width
         self.latent = pool(width, dtype=torch.uint8 if fp8 else dtype)
         self.index_keys = pool(index_width, dtype=torch.uint8 if fp8_keys else dtype)
         self.index_scales = pool(dtype=torch.float32) if fp8_keys else None
         kept = self.latent.new_zeros(self.batch_size, dims.kept_topk, dtype=torch.int32)
-        self.kept = kept if dims.kept_topk else None
+        self.kept = compat.fixed_address(kept) if dims.kept_topk else None
         self.is_initialized = True
 
     def pools(self) -> dict[str, Tensor]:
@@ -121,9 +124,9 @@ class DSACacheLayer(CacheLayerMixin):
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
         for name, pool in self.pools().items():
-            setattr(self, name, change(pool))
+            setattr(self, name, compat.fixed_address(change(pool)))
         if self.kept is not None:
-            self.kept = change(self.kept)
+            self.kept = compat.fixed_address(change(self.kept))
 
     @property
     def batch_size(self) -> int:

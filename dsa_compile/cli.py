@@ -471,6 +471,43 @@ def bench_plan(
     _bench("plan", out, layers=layers, experts=experts, **{name: value for name, value in given.items() if value})
 
 
+@bench_app.command("mtp")
+def bench_mtp(
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Generate with the model and MTP layer in this folder.")
+    ] = None,
+    slice: Annotated[list[str] | None, typer.Option(help="Time steps of deepseek_v32 or glm_moe_dsa instead.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeat for several.", min=1)] = None,
+    context: Annotated[list[int] | None, typer.Option(help="Tokens of a sequence; repeat for several.", min=2)] = None,
+    drafts: Annotated[list[int] | None, typer.Option(help="Drafts a step; repeat for several.", min=0)] = None,
+    new_tokens: Annotated[int | None, typer.Option(help="Tokens to generate. Default: 128.", min=8)] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the checkpoint. Default: float32.")] = None,
+    mode: Annotated[str | None, typer.Option(help="Of torch.compile. Default: reduce-overhead.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of the slice. Default: 32.", min=1)] = None,
+    experts: Annotated[bool | None, typer.Option(help="32 real experts a layer of the slice, or a dense MLP.")] = None,
+    out: Out = None,
+) -> None:
+    """Time generation by drafts, or the steps of a large model's slice, on a GPU; exits with 1 if tokens differ."""
+    shared = {"batches": batch, "contexts": context, "drafts": drafts}
+    generating = {"new_tokens": new_tokens, "dtype": dtype, "mode": mode}
+    stepping = {"layers": layers, "experts": experts}
+    with one_line_errors():
+        _check_one_way(checkpoint, slice, stepping if checkpoint else generating)
+    name, options = ("mtp", generating) if checkpoint else ("mtp_steps", stepping)
+    given = {"checkpoint": checkpoint, "slices": slice} | shared | options
+    _bench(name, out, **{name: value for name, value in given.items() if value is not None})
+
+
+def _check_one_way(checkpoint: Path | None, slice: list[str] | None, foreign: dict[str, Any]) -> None:
+    """Of ``bench mtp``: either generation or steps, and no option of the other."""
+    from dsa_compile.errors import ConfigError
+
+    if (checkpoint is None) == (slice is None):
+        raise ConfigError("bench mtp: expected either --checkpoint or --slice.")
+    if extra := [f"--{name.replace('_', '-')}" for name, value in foreign.items() if value is not None]:
+        raise ConfigError(f"bench mtp: {extra[0]} has no meaning with {'--checkpoint' if checkpoint else '--slice'}.")
+
+
 def _bench(name: str, out: Path | None, **options: Any) -> None:
     with one_line_errors():
         _check_out(out)

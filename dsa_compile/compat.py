@@ -38,6 +38,14 @@ def hint_dynamic(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
+def fixed_address(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, which CUDA graphs then read and write where it lies; for another in its place they record anew."""
+    import torch._dynamo
+
+    torch._dynamo.mark_static_address(tensor, guard=False)
+    return tensor
+
+
 def constant_of(value: Any) -> float | None:
     """A number as it is, or the float behind a symbol, which Dynamo then guards on; None if only a run knows it."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode

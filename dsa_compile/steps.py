@@ -64,6 +64,7 @@ class BetweenGraphs:
     def __call__(self, tokens: Tensor, place: Place) -> Stepped:
         graphs = self._graphs(tokens.shape[1])
         logits, states = graphs.verify(self._model, self._cache, tokens, place)
+        states = states.clone()  # as under CUDA graphs the next graph may write where they lie
         target = self._processed(logits.float(), tokens[:, 1:].tolist())
         block, accepted, drafts = graphs.settle(
             self._model, self._cache, target, tokens, states, place, _uniforms(tokens, self._greedy), self._greedy

@@ -4,13 +4,11 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,13 +17,12 @@ from torch import Tensor
 
 from dsa_compile.api import optimize
 from dsa_compile.bench import timing
+from dsa_compile.bench.apart import apart
 from dsa_compile.bench.plan_slice import LOCAL_EXPERTS, SLICES, fill, held
 from dsa_compile.config import CacheConfig, nearest
 from dsa_compile.errors import ConfigError
 from dsa_compile.lowering.select_overlap.streams import in_turn
 from dsa_compile.plan import check_name
-
-T = TypeVar("T")
 
 CONTEXTS = (10 << 10, 32 << 10, 64 << 10, 128 << 10, 195 << 10)
 PLANS = ("own", "share:1/2", "share:1/4", "share:1/8", "mli", "mli+share:1/2", "mli+share:1/4", "mli+share:1/8")
@@ -116,15 +113,6 @@ def plan(
             figures["wrong"].append(setting.title)
         Console(width=None if sys.stdout.isatty() else 160).print(table(setting, rows, gpu.name))
     return figures
-
-
-def apart(function: Callable[..., T], *arguments: Any) -> T:
-    """Call it in a process of its own.
-
-    On an H200 a whole step took 9 % longer in a process in which a plan had run on two streams before.
-    """
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
 
 
 def measured(setting: Setting, wanted: str) -> tuple[Row, Tensor]:

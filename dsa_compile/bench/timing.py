@@ -1,6 +1,7 @@
 """Times of GPU work inside CUDA graphs, and what the device reaches at best."""
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,14 @@ class Gpu:
         micros = [start.elapsed_time(end) * 1e3 / launches for start, end in marks]
         tenths = statistics.quantiles(micros, n=10)
         return Times(statistics.median(micros), tenths[0], tenths[-1])
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Wall-clock seconds of ``work``, with all that it leaves running on the device."""
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter() - start
 
     def extra_bytes(self, launch: Launch, inputs: tuple[Any, ...]) -> int:
         """Most that an eager launch allocates at once, beside its outputs."""
