@@ -7,8 +7,8 @@ from transformers import DynamicCache
 
 pytestmark = pytest.mark.shared_graphs
 each_family = pytest.mark.parametrize("case", FAMILIES)
-TWINS = ("deepseek_v2", "deepseek_v2_lite", "glm4_moe_lite")
-"""Their rewritten layers are close to deepseek_v3's: compiling them by Inductor is left to the slow tests."""
+TWINS = ("deepseek_v2", "deepseek_v2_lite", "glm4_moe_lite", "glm_moe_dsa")
+"""Their rewritten layers are close to deepseek_v3's or v32's: compiling them by Inductor is left to the slow tests."""
 
 
 @pytest.fixture(
