@@ -30,25 +30,19 @@ def select_cuda(
     budget: int,
     block_table: Tensor | None = None,
     index_scales: Tensor | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """`reference.select` by Triton kernels, or by the reference with a warning that names the limit.
 
     Scores and what top-k needs beside them take at most ``budget`` bytes, or what one row takes.
-
-    Args:
-        out: where to write, contiguous int32[B, T, K]; None: a new tensor.
     """
     check(q, weights, index_keys, visible, mask, index_topk, budget, block_table, index_scales)
     call, device = call_of(q, index_keys, mask, block_table), Device.of(q.device)
     reason = configs.refusal(call, device)
     if reason is not None:
         warnings.warn(f"dsa::select runs as its reference, not as Triton kernels: {reason}.", stacklevel=2)
-        picks = select(q, weights, index_keys, visible, mask, index_topk, scale, budget, block_table, index_scales)
-        return picks if out is None else out.copy_(picks)
+        return select(q, weights, index_keys, visible, mask, index_topk, scale, budget, block_table, index_scales)
     B, T, _, _ = q.shape
-    if out is None:
-        out = q.new_empty(B, T, index_topk, dtype=torch.int32)
+    out = q.new_empty(B, T, index_topk, dtype=torch.int32)
     if out.numel() == 0:
         return out
     ranges, picks = _ranges(call, visible, q.device), out.view(B * T, index_topk)
