@@ -148,3 +148,11 @@ def test_a_copy_of_what_is_not_there_yet_is_an_error(device):
     with pytest.raises(RuntimeError, match="another, a copy"):
         torch.ops.dsa.select_wait(picks.clone(), gate, [])
     torch.ops.dsa.select_wait(picks, gate, [])
+
+
+def test_naming_a_program_again_leaves_what_is_compiled(device, monkeypatch):
+    """As a dry run of the passes does on a model that runs."""
+    inputs = named(*arguments(device))
+    monkeypatch.setitem(programs._compiled, inputs[3], lambda *taken: ("compiled",))
+    assert named(*inputs[:3])[3] == inputs[3]
+    assert programs.run(inputs[3], []) == "compiled"
