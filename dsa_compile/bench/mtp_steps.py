@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from dsa_compile.api import optimize
 from dsa_compile.bench import timing
 from dsa_compile.bench.apart import apart
-from dsa_compile.bench.plan_slice import LOCAL_EXPERTS, SLICES, fill, held
-from dsa_compile.config import CacheConfig, MTPConfig, nearest
+from dsa_compile.bench.plan_slice import SLICES, Setting, check_slices, fill, held
+from dsa_compile.config import CacheConfig, MTPConfig
 from dsa_compile.cost.speculation import expected_tokens
-from dsa_compile.errors import ConfigError
 from dsa_compile.models.family import family_of
 from dsa_compile.models.mtp import new_mtp_layer
 from dsa_compile.models.mtp_step import Place
@@ -45,20 +44,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What all rows of a table share. ``layers``: of the slice, without the MTP layer; ``drafts``: in any row."""
+class DraftSetting(Setting):
+    """``layers`` are without the MTP layer. ``drafts``: in any row."""
 
-    slice: str
-    layers: int
-    batch: int
-    experts: bool
-    contexts: tuple[int, ...]
     drafts: tuple[int, ...]
-
-    @property
-    def title(self) -> str:
-        mlp = f"{LOCAL_EXPERTS} experts" if self.experts else "a dense MLP"
-        return f"{self.slice}, {self.layers} layers with {mlp}, batch {self.batch}"
 
 
 def mtp_steps(
@@ -85,14 +74,12 @@ def mtp_steps(
     Raises:
         ConfigError: a slice is unknown, or there is no GPU.
     """
-    for name in slices:
-        if name not in SLICES:
-            raise ConfigError(f"--slice: unknown slice {name!r}; {nearest(name, list(SLICES), 'slices')}")
+    check_slices(slices, list(SLICES))
     gpu, progress = timing.Gpu(), Console(stderr=True)
     figures: dict[str, Any] = {"device": gpu.name, "torch": torch.__version__, "settings": [], "wrong": []}
     counts = tuple(sorted({0, *drafts}))
     for name, batch in ((name, batch) for name in slices for batch in batches):
-        setting, rows = Setting(name, layers, batch, experts, tuple(sorted(contexts)), counts), list[Row]()
+        setting, rows = DraftSetting(name, layers, batch, experts, tuple(sorted(contexts)), counts), list[Row]()
         figures["settings"].append(entry := {**asdict(setting), "rows": []})
         plain = torch.empty(0)
         for count in counts:
@@ -111,7 +98,7 @@ def mtp_steps(
     return figures
 
 
-def measured(setting: Setting, drafts: int) -> tuple[Row, Tensor]:
+def measured(setting: DraftSetting, drafts: int) -> tuple[Row, Tensor]:
     """Steps over a cache that holds the longest context, each in one CUDA graph.
 
     With them, for each context, the logits [contexts, B, vocab] of a plain step, or the tokens [contexts, B] behind the
@@ -191,7 +178,7 @@ def _acceptance(tokens: float, drafts: int) -> float | None:
     return round(high, 6)
 
 
-def table(setting: Setting, rows: Sequence[Row], device: str) -> Table:
+def table(setting: DraftSetting, rows: Sequence[Row], device: str) -> Table:
     """Milliseconds of a step, and the acceptance of each draft from which on it beats plain decoding."""
     made = Table(title=f"step, {setting.title}, {device}", caption="ms, and the acceptance that breaks even")
     made.add_column("drafts")

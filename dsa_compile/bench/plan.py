@@ -18,8 +18,8 @@ from torch import Tensor
 from dsa_compile.api import optimize
 from dsa_compile.bench import timing
 from dsa_compile.bench.apart import apart
-from dsa_compile.bench.plan_slice import LOCAL_EXPERTS, SLICES, fill, held
-from dsa_compile.config import CacheConfig, nearest
+from dsa_compile.bench.plan_slice import SLICES, Setting, check_slices, fill, held
+from dsa_compile.config import CacheConfig
 from dsa_compile.errors import ConfigError
 from dsa_compile.lowering.select_overlap.streams import in_turn
 from dsa_compile.plan import check_name
@@ -41,22 +41,6 @@ class Row:
     us: dict[int, float] = field(default_factory=dict)
     compile_s: float = 0.0
     refused: str = ""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What all plans of a table share. ``layers``: of the slice; ``experts``: whether its MLPs are real experts."""
-
-    slice: str
-    layers: int
-    batch: int
-    experts: bool
-    contexts: tuple[int, ...]
-
-    @property
-    def title(self) -> str:
-        mlp = f"{LOCAL_EXPERTS} experts" if self.experts else "a dense MLP"
-        return f"{self.slice}, {self.layers} layers with {mlp}, batch {self.batch}"
 
 
 def plan(
@@ -83,9 +67,7 @@ def plan(
     Raises:
         ConfigError: a slice or plan is unknown, a number is too small, or there is no GPU.
     """
-    for name in slices:
-        if name not in SLICES:
-            raise ConfigError(f"--slice: unknown slice {name!r}; {nearest(name, list(SLICES), 'slices')}")
+    check_slices(slices, list(SLICES))
     for wanted in plans:
         check_name(wanted)
     if layers < 3 or min(batches) < 1 or min(contexts) < 2:

@@ -1,5 +1,6 @@
 """One rank's share of a large model's decode step, with random weights over a cache of random rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,8 @@ import transformers
 from torch import Tensor
 
 from dsa_compile.cache import DSACache
+from dsa_compile.config import nearest
+from dsa_compile.errors import ConfigError
 from dsa_compile.lowering.fp8_keys import quantise
 
 LOCAL_EXPERTS = 32
@@ -78,6 +81,29 @@ SLICES = {
         },
     ),
 }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all rows of a table share. ``layers``: of the slice; ``experts``: whether its MLPs are real experts."""
+
+    slice: str
+    layers: int
+    batch: int
+    experts: bool
+    contexts: tuple[int, ...]
+
+    @property
+    def title(self) -> str:
+        mlp = f"{LOCAL_EXPERTS} experts" if self.experts else "a dense MLP"
+        return f"{self.slice}, {self.layers} layers with {mlp}, batch {self.batch}"
+
+
+def check_slices(names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise ConfigError for the first of ``names`` that is no slice, naming the nearest."""
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--slice: unknown slice {name!r}; {nearest(name, list(known), 'slices')}")
 
 
 def fill(cache: DSACache, seed: int = 0) -> None:
