@@ -17,6 +17,7 @@ from dsa_compile.distillation import Warmup
 from dsa_compile.errors import CheckpointError, ConfigError
 from dsa_compile.folders import whole_folder
 from dsa_compile.models.family import family_of
+from dsa_compile.models.weights_file import opened
 
 INDEXER_FILE = "indexer.safetensors"
 
@@ -161,7 +162,7 @@ def _mtp_tensors(source: Path, layers: int) -> dict[str, Tensor]:
     """Tensors of layers from ``layers`` on in a checkpoint folder; none where there is no such folder."""
     found = {}
     for file in sorted(source.glob("*.safetensors")) if source.is_dir() else []:
-        with safe_open(file, framework="pt") as tensors:
+        with opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 if _layer(name) >= layers:
                     found[name] = tensors.get_tensor(name)

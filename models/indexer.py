@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dsa_compile.dims import IndexerDims
 from dsa_compile.errors import CheckpointError, IndexerWeightsError
 from dsa_compile.lowering.select.projections import K_NORM_EPS
 from dsa_compile.models.family import Family
+from dsa_compile.models.weights_file import opened
 
 PARAMETERS = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
 
@@ -75,11 +75,8 @@ def read_indexer_weights(source: str | Path, family: Family) -> dict[str, Tensor
     pattern = _key_pattern(family)
     found: dict[str, Tensor] = {}
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                found.update({k: tensors.get_tensor(k) for k in tensors.keys() if pattern.search(k)})  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file}: cannot be read as a safetensors file ({error}).") from error
+        with opened(file) as tensors:
+            found.update({k: tensors.get_tensor(k) for k in tensors.keys() if pattern.search(k)})  # noqa: SIM118
     return found
 
 

@@ -5,16 +5,15 @@ Checkpoints repeat ``embed_tokens`` and ``shared_head.head`` for it, which are t
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dsa_compile.errors import CheckpointError, MTPWeightsError
+from dsa_compile.models.weights_file import opened
 
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 INDEX = "model.safetensors.index.json"
@@ -57,7 +56,7 @@ def has_mtp_layer(model: Any) -> bool:
     if str(path) == "." or not path.is_dir() or not any(path.glob("*.safetensors")):
         return False
     for file in _files(path, prefix):
-        with _opened(file) as tensors:
+        with opened(file) as tensors:
             if any(name.startswith(prefix) for name in tensors.keys()):  # noqa: SIM118
                 return True
     return False
@@ -67,7 +66,7 @@ def _read(path: Path, prefix: str) -> dict[str, Tensor]:
     """The tensors under ``prefix`` in a checkpoint folder or a safetensors file, without it."""
     found: dict[str, Tensor] = {}
     for file in _files(path, prefix):
-        with _opened(file) as tensors:
+        with opened(file) as tensors:
             names = [n for n in tensors.keys() if n.startswith(prefix) and not n.endswith(SHARED)]  # noqa: SIM118
             found |= {name.removeprefix(prefix): tensors.get_tensor(name) for name in names}
     if not found:
@@ -76,15 +75,6 @@ def _read(path: Path, prefix: str) -> dict[str, Tensor]:
             "keeps it: name one that does with mtp=MTPConfig(module=...), or leave mtp= out."
         )
     return found
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            yield tensors
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: cannot be read as a safetensors file ({error}).") from error
 
 
 def _files(path: Path, prefix: str) -> list[Path]:

@@ -189,3 +189,12 @@ def test_only_checkpoints_are_replaced_and_never_the_source(device, tmp_path):
     save_checkpoint(model, warmed, out)
     with pytest.raises(ConfigError, match="another folder than the checkpoint that the model came from"):
         save_checkpoint(AutoModelForCausalLM.from_pretrained(out), warmed, out)
+
+
+def test_a_source_that_cannot_be_read_is_named(device, tmp_path):
+    model = copy.deepcopy(stock("deepseek_v3", device, 1))
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    warmed, model.config.name_or_path = warmed_up(model), str(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read as a safetensors file"):
+        save_checkpoint(model, warmed, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
