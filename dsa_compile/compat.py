@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -44,6 +45,16 @@ def fixed_address(tensor: torch.Tensor) -> torch.Tensor:
 
     torch._dynamo.mark_static_address(tensor, guard=False)
     return tensor
+
+
+def symbolic_dispatch() -> AbstractContextManager[Any]:
+    """While this lasts an op on fake tensors of symbolic sizes is tried in Python first, as Dynamo does.
+
+    In C++ a linear of such tensors under autocast asks for numbers (torch 2.11).
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()
 
 
 def constant_of(value: Any) -> float | None:
