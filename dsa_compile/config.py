@@ -133,7 +133,8 @@ class DSAConfig(_Options):
         cache: how ``generate`` makes caches.
         select_budget: bytes of scores that a selection may hold at once.
         lowering: ``"inductor"``, or ``"eager"`` to run the rewritten graph as it is (tests, debugging).
-        mode: a mode of ``torch.compile`` such as ``"max-autotune"``; needs ``lowering="inductor"``.
+        mode: a mode of ``torch.compile`` such as ``"max-autotune"``; needs ``lowering="inductor"``. CUDA graphs, where
+            it has them, are of decode steps and drafts; each length of a prompt would be recorded anew.
         disable_passes: names of passes to leave out.
 
     Raises:
