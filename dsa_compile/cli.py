@@ -26,6 +26,7 @@ Topk = Annotated[int | None, typer.Option("--index-topk", help="Tokens that a qu
 PlanName = Annotated[
     str | None, typer.Option("--plan", help="Whose selection layers attend to: mli, share:1/4, mli+share:1/2, ...")
 ]
+Layer0 = Annotated[str, typer.Option(help="Under MLI, layer 0's selection: serial, dense or previous_step.")]
 Evaluation = Annotated[Path | None, typer.Option(help="What 'eval --out' wrote of this plan: it is not warned of.")]
 Texts = Annotated[list[Path], typer.Option(help="A text file, or a folder of them; give it again for another.")]
 Tokens = Annotated[int | None, typer.Option(help="Tokens that are read of each text. Default: 4 K.")]
@@ -114,6 +115,7 @@ def explain(
     index_topk: Topk = None,
     indexer: Indexer = None,
     plan: PlanName = None,
+    layer0: Layer0 = "serial",
     context: Annotated[int, typer.Option(help="Cached tokens that costs are shown for.", min=1)] = 32768,
 ) -> None:
     """Show what the passes would do to a model, layer by layer, and what that costs."""
@@ -121,7 +123,9 @@ def explain(
         import dsa_compile
 
         model = load_weightless(checkpoint)
-        options = dsa_compile.DSAConfig.of(selector=selector, index_topk=index_topk, indexer=indexer, plan=plan)
+        options = dsa_compile.DSAConfig.of(
+            selector=selector, index_topk=index_topk, indexer=indexer, plan=plan, layer0=layer0
+        )
         Console(width=None if sys.stdout.isatty() else 140).print(
             dsa_compile.explain(model, config=options, context=context)
         )
@@ -137,6 +141,7 @@ def generate(
     index_topk: Topk = None,
     indexer: Indexer = None,
     plan: PlanName = None,
+    layer0: Layer0 = "serial",
     evaluation: Evaluation = None,
     dtype: DType = "float32",
     device: Device = "cpu",
@@ -159,6 +164,7 @@ def generate(
             index_topk=index_topk,
             indexer=indexer,
             plan=plan,
+            layer0=layer0,
             evaluation=evaluation,
             lowering=lowering,
             mtp={"drafts": drafts} if drafts else None,
@@ -283,6 +289,7 @@ def fits(
     selector: Selector = None,
     indexer: Indexer = None,
     plan: PlanName = None,
+    layer0: Layer0 = "serial",
 ) -> None:
     """Say whether weights and caches fit on a GPU, and how much does; exits with 1 if they do not."""
     with one_line_errors():
@@ -301,7 +308,7 @@ def fits(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="plan=")  # a sum loses no quality
             prepared = dsa_compile.prepare(
-                load_weightless(model), selector=selector, indexer=indexer, plan=plan, cache=cache
+                load_weightless(model), selector=selector, indexer=indexer, plan=plan, layer0=layer0, cache=cache
             )
         capacity = Capacity(
             memory=memory,
@@ -319,6 +326,7 @@ def evaluate(
     checkpoint: Checkpoint,
     plan: Annotated[str, typer.Option(help="mli, share:1/4, mli+share:FSFS, ...")],
     texts: Texts,
+    layer0: Layer0 = "serial",
     needles: Annotated[int, typer.Option(help="Prompts with planted codes to ask.")] = 10,
     tokens: Tokens = None,
     selector: Selector = None,
@@ -343,6 +351,7 @@ def evaluate(
             tokenizer=_tokenizer(checkpoint),
             progress=True,
             plan=plan,
+            layer0=layer0,
             selector=selector,
             index_topk=index_topk,
             indexer=indexer,
@@ -360,6 +369,7 @@ def convert(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the sparse checkpoint; one that is there is replaced.")],
     plan: PlanName = None,
+    layer0: Layer0 = "serial",
     index_topk: Topk = None,
     indexer: Annotated[Path | None, typer.Option(help="With --retrain: where indexers start.")] = None,
     index_heads: Annotated[int, typer.Option(help="Heads of a new indexer.")] = 64,
@@ -405,13 +415,16 @@ def convert(
             progress=True,
             mtp={} if mtp and brings_mtp(model) else None,
             plan=plan,
+            layer0=layer0,
             index_topk=index_topk,
             indexer=indexer,
             index_n_heads=index_heads,
             index_head_dim=index_head_dim,
         )
     Console().print(made)
-    Console(soft_wrap=True).print(f"{out}: {made.model_type}" + (f", to be used with plan {plan}" if plan else ""))
+    used = f", to be used with plan {plan}" if plan else ""
+    used += "" if layer0 == "serial" else f" and layer0 {layer0}"
+    Console(soft_wrap=True).print(f"{out}: {made.model_type}{used}")
 
 
 @bench_app.command()
