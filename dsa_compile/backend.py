@@ -48,13 +48,11 @@ def dsa_backend(
     if config.lowering == "eager":
         return gm.forward
     dsa_compile.lowering.register_inductor()
+    options = _mode_options(gm.graph, config.mode)
     for name, inputs in started_programs(gm.graph).items():
-        programs.compile_program(name, inputs)
-    patches = {
-        **_mode_options(gm.graph, config.mode),
-        "post_grad_custom_post_pass": compat.identity_pass(cache_key(config)),
-    }
-    return compat.compile_fx(gm, example_inputs, patches)
+        programs.compile_program(name, inputs, options | {"triton.cudagraphs": False})  # a part of the graph's own
+    options["post_grad_custom_post_pass"] = compat.identity_pass(cache_key(config))
+    return compat.compile_fx(gm, example_inputs, options)
 
 
 def _mode_options(graph: Graph, mode: str | None) -> dict[str, Any]:
