@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from dsa_compile.api import optimize
 from dsa_compile.bench import timing
 from dsa_compile.bench.apart import apart
-from dsa_compile.cli import load
+from dsa_compile.cli.checkpoints import load
 from dsa_compile.models.preparation import trained_indexers
 from dsa_compile.needles import make_needles
 from dsa_compile.texts import encode
