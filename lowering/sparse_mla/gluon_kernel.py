@@ -1,8 +1,9 @@
 """``dsa::sparse_mla`` on Hopper's own instructions, in Gluon: a pipeline of four warpgroups around wgmma and mbarriers.
 
-One program attends 64 heads of one query row. A warpgroup gathers latent rows, KEYS at a time, into a ring of STAGES
+One program attends 64 heads of one query row. A warpgroup gathers latent rows, 64 at a time, into a ring of two
 blocks; one scores a block and weighs the scores; two mix the values, half of the 512 columns each. The scoring
 warpgroup keeps two thirds of its queries in registers, which leaves shared memory, and its bandwidth, to the rows.
+docs/kernels.md has what this was measured against.
 
 Import this module inside functions only: it needs triton.
 """
@@ -18,6 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+KEYS = gl.constexpr(64)
+"""Latent rows of a block: the longest sum of a chain of wgmma that the ring has room for."""
+STAGES = gl.constexpr(2)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
@@ -29,6 +33,7 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 GATHERED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """16 bytes a thread, a cache line of each of 4 rows a warp."""
 ENTRIES = gl.constexpr(gl.SliceLayout(1, GATHERED))
+SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 MIXED = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 
 
@@ -70,13 +75,10 @@ class Shared:
     asked: gl.shared_memory_descriptor
     held: gl.shared_memory_descriptor
     done: gl.shared_memory_descriptor
-    KEYS: gl.constexpr
-    STAGES: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, low, high, k_pe, caps, weights, shrink, inverse, q_high, q_pe, ready, weighed, free, asked, held, done,
-        KEYS, STAGES,
     ):  # fmt: skip
         self.low = low
         self.high = high
@@ -93,17 +95,15 @@ class Shared:
         self.asked = asked
         self.held = held
         self.done = done
-        self.KEYS = gl.constexpr(KEYS)
-        self.STAGES = gl.constexpr(STAGES)
 
     @gluon.jit
-    def make(DTYPE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    def make(DTYPE: gl.constexpr):
         return Shared(
             gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, 256], LINES),
             gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, 256], LINES),
             gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, 64], LINES),
             gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], PLAIN),
-            gl.allocate_shared_memory(DTYPE, [STAGES, 64, KEYS], gl.NVMMASharedLayout(2 * KEYS, 16, 2)),
+            gl.allocate_shared_memory(DTYPE, [STAGES, 64, KEYS], LINES),
             gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN),
             gl.allocate_shared_memory(gl.float32, [64], PLAIN),
             gl.allocate_shared_memory(DTYPE, [64, 128], LINES),
@@ -114,24 +114,22 @@ class Shared:
             _barriers(1, 128),
             _barriers(1, 1),
             _barriers(1, 1),
-            KEYS,
-            STAGES,
         )
 
     @gluon.jit
     def q_low(self):
-        """Where the first 256 columns of the queries lie until they are held: in the last blocks of the ring."""
-        return self.low.index(self.STAGES - 64 // self.KEYS)._reinterpret(self.low.dtype, [64, 256], LINES)
+        """Where the first 256 columns of the queries lie until they are held: in the last block of the ring."""
+        return self.low.index(STAGES - 1)
 
     @gluon.jit
     def q_mid(self):
         """The same for the next 128."""
-        return self.high.index(self.STAGES - 1)._reinterpret(self.low.dtype, [64, 128], LINES)
+        return self.high.index(STAGES - 1)._reinterpret(self.low.dtype, [64, 128], LINES)
 
     @gluon.jit
     def await_(self, barriers, i):
         """Wait until block ``i`` has passed one of the barriers."""
-        mbarrier.wait(barriers.index(i % self.STAGES), i // self.STAGES & 1)
+        mbarrier.wait(barriers.index(i % STAGES), i // STAGES & 1)
 
 
 @gluon.jit
@@ -140,7 +138,7 @@ def _gather(
     HAS_VISIBLE: gl.constexpr,
 ):  # fmt: skip
     """Copy the queries, then the latent rows of block after block; dead rows become zeros under a cap of -inf."""
-    heads = gl.expand_dims(gl.arange(0, 64, layout=ENTRIES), 1)
+    heads = gl.expand_dims(gl.arange(0, 64, layout=ENTRIES), 1).to(gl.int64)
     q = Q + heads * q_stride_h
     async_copy.async_copy_global_to_shared(s.q_low(), q + _columns(256))
     async_copy.async_copy_global_to_shared(s.q_mid(), q + 256 + _columns(128))
@@ -152,18 +150,18 @@ def _gather(
     if HAS_VISIBLE:
         first = gl.maximum(gl.load(VISIBLE), 0)
         last = gl.minimum(gl.load(VISIBLE + 1), num_slots)
-    entries = gl.arange(0, s.KEYS, layout=ENTRIES)
+    entries = gl.arange(0, KEYS, layout=ENTRIES)
     upcoming = gl.load(INDICES + entries, mask=entries < topk, other=-1)
     for i in range(blocks):
-        stage = i % s.STAGES
+        stage = i % STAGES
         slots = upcoming
-        places = (i + 1) * s.KEYS + entries
+        places = (i + 1) * KEYS + entries
         upcoming = gl.load(INDICES + places, mask=places < topk, other=-1)
         live = (slots >= first) & (slots < last)
         rows = gl.expand_dims(LATENT + gl.where(live, slots, 0).to(gl.int64) * slot_stride, 1)
         mask = gl.expand_dims(live, 1)
-        mbarrier.wait(s.held.index(0), 0, pred=i == s.STAGES - 64 // s.KEYS)
-        mbarrier.wait(s.free.index(stage), (i // s.STAGES & 1) ^ 1)
+        mbarrier.wait(s.held.index(0), 0, pred=i == STAGES - 1)
+        mbarrier.wait(s.free.index(stage), (i // STAGES & 1) ^ 1)
         s.caps.index(stage).store(gl.where(live, INFINITY, -INFINITY))
         async_copy.async_copy_global_to_shared(s.low.index(stage), rows + _columns(256), mask=mask)
         async_copy.async_copy_global_to_shared(s.high.index(stage), rows + 256 + _columns(256), mask=mask)
@@ -173,23 +171,9 @@ def _gather(
 
 
 @gluon.jit
-def _begin(s, i, a_low, a_mid, SCORES: gl.constexpr):
-    """Have the tensor cores multiply all queries with the rows of block ``i``."""
-    s.await_(s.ready, i)
-    fence_async_shared()
-    stage = i % s.STAGES
-    high = s.high.index(stage)
-    zeros = gl.zeros([64, s.KEYS], gl.float32, SCORES)
-    scores = warpgroup_mma(s.q_pe, s.k_pe.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    scores = warpgroup_mma(s.q_high, high.slice(128, 128, 1).permute((1, 0)), scores, is_async=True)
-    scores = warpgroup_mma(a_low, s.low.index(stage).permute((1, 0)), scores, is_async=True)
-    return warpgroup_mma(a_mid, high.slice(0, 128, 1).permute((1, 0)), scores, is_async=True)
-
-
-@gluon.jit
 def _weigh(s, i, scores, peak, total, scale):
     """Write the weights of block ``i``, and how much what came before shrinks; the new maximum and sum."""
-    stage = i % s.STAGES
+    stage = i % STAGES
     scores = gl.minimum(scores, gl.expand_dims(s.caps.index(stage).load(gl.SliceLayout(0, scores.type.layout)), 0))
     higher = gl.maximum(peak, gl.max(scores, 1) * scale)
     shrink = gl.exp2(peak - higher)
@@ -202,9 +186,8 @@ def _weigh(s, i, scores, peak, total, scale):
 
 
 @gluon.jit
-def _score(s, LSE, scale, blocks, AHEAD: gl.constexpr):
-    """Scores, weights, their sum and the log-sum-exp. AHEAD: score a block while the one before it is weighed."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, s.KEYS, 16])
+def _score(s, LSE, scale, blocks):
+    """Scores, weights, their sum and the log-sum-exp."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     mbarrier.wait(s.asked.index(0), 0)
     a_low = s.q_low().load(gl.DotOperandLayout(0, SCORES, 2))
@@ -213,25 +196,18 @@ def _score(s, LSE, scale, blocks, AHEAD: gl.constexpr):
     scale = scale * LOG2_E
     peak = gl.full([64], LOWEST, gl.float32, ROWS)
     total = gl.full([64], 0.0, gl.float32, ROWS)
-    if AHEAD:
-        even = _begin(s, 0, a_low, a_mid, SCORES)
-        for i in range(0, blocks - 2, 2):
-            scores = warpgroup_mma_wait(0, deps=[even])
-            odd = _begin(s, i + 1, a_low, a_mid, SCORES)
-            peak, total = _weigh(s, i, scores, peak, total, scale)
-            scores = warpgroup_mma_wait(0, deps=[odd])
-            even = _begin(s, i + 2, a_low, a_mid, SCORES)
-            peak, total = _weigh(s, i + 1, scores, peak, total, scale)
-        scores = warpgroup_mma_wait(0, deps=[even])
-        odd = _begin(s, blocks - 1, a_low, a_mid, SCORES)
-        peak, total = _weigh(s, blocks - 2, scores, peak, total, scale)
-        scores = warpgroup_mma_wait(0, deps=[odd])
-        peak, total = _weigh(s, blocks - 1, scores, peak, total, scale)
-    else:
-        for i in range(blocks):
-            scores = _begin(s, i, a_low, a_mid, SCORES)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            peak, total = _weigh(s, i, scores, peak, total, scale)
+    for i in range(blocks):
+        s.await_(s.ready, i)
+        fence_async_shared()
+        stage = i % STAGES
+        high = s.high.index(stage)
+        scores = gl.zeros([64, KEYS], gl.float32, SCORES)
+        scores = warpgroup_mma(s.q_pe, s.k_pe.index(stage).permute((1, 0)), scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(s.q_high, high.slice(128, 128, 1).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(a_low, s.low.index(stage).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(a_mid, high.slice(0, 128, 1).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        peak, total = _weigh(s, i, scores, peak, total, scale)
     empty = total == 0
     s.inverse.store(1 / gl.where(empty, 1.0, total))
     mbarrier.arrive(s.done.index(0), count=1)
@@ -245,7 +221,7 @@ def _mix(s, OUT, values, blocks):
     ROWS: gl.constexpr = gl.SliceLayout(1, MIXED)
     out = gl.zeros([64, 256], gl.float32, MIXED)
     for i in range(blocks):
-        stage = i % s.STAGES
+        stage = i % STAGES
         s.await_(s.weighed, i)
         out = out * gl.expand_dims(s.shrink.index(stage).load(ROWS), 1)
         out = warpgroup_mma(s.weights.index(stage), values.index(stage), out, is_async=True)
@@ -284,15 +260,12 @@ def attend_kernel(
     scale,
     H: gl.constexpr,
     HAS_VISIBLE: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
     MIXER_REGISTERS: gl.constexpr,
     GATHER_REGISTERS: gl.constexpr,
 ):
     """OUT [B, T, H, 512] and LSE float32[B, T, H], contiguous; arguments as those of `kernel.attend_kernel`."""
     row = gl.program_id(0) // (H // 64)
-    head = gl.program_id(0) % (H // 64) * 64
+    head = (gl.program_id(0) % (H // 64) * 64).to(gl.int64)
     b = (row // T).to(gl.int64)
     t = (row % T).to(gl.int64)
     Q += b * q_stride_b + t * q_stride_t + head * q_stride_h
@@ -300,11 +273,11 @@ def attend_kernel(
     LATENT += b * pool_stride
     VISIBLE += 2 * row
     INDICES += row.to(gl.int64) * topk
-    blocks = 2 * gl.maximum(gl.cdiv(topk, 2 * KEYS), 2)
-    s = Shared.make(LATENT.dtype.element_ty, KEYS, STAGES)
+    blocks = gl.cdiv(topk, KEYS)
+    s = Shared.make(LATENT.dtype.element_ty)
     gl.warp_specialize(
         [
-            (_score, (s, LSE, scale, blocks, AHEAD)),
+            (_score, (s, LSE, scale, blocks)),
             (_mix, (s, OUT, s.low, blocks)),
             (_mix, (s, OUT + 256, s.high, blocks)),
             (
