@@ -125,8 +125,10 @@ def test_the_cases_are_the_designs():
         *((fp8, 16, 64, 1) for fp8 in (True, False)),
     }
     assert {name: str(*case.targets) for name, case in names.items() if case.targets} == {
-        "prefill-128h-8k": ">= 290 TFLOP/s",
-        "prefill-128h-128k": ">= 258 TFLOP/s",
+        "prefill-128h-8k": ">= 480 TFLOP/s",
+        "prefill-128h-128k": ">= 430 TFLOP/s",
+        "prefill-64h-8k": ">= 465 TFLOP/s",
+        "prefill-64h-128k": ">= 390 TFLOP/s",
         "decode-fp8-b1": "<= 15 us",
         "decode-fp8-b8": "<= 32 us",
         "decode-fp8-b64": "<= 175 us",
@@ -192,15 +194,21 @@ def test_the_configuration_is_read_from_what_inductor_writes(tmp_path):
     (tmp_path / "ab").mkdir()
     (tmp_path / "ab" / "candidate.py").write_text(sources[0].replace("BLOCK_N : tl.constexpr = 64", "nothing"))
     (tmp_path / "ab" / "graph.py").write_text(kernels)
-    assert attention_runs.inductor_configuration(tmp_path) == "64 x 64, 8 warps, 2 stages, 8 splits"
+    assert attention_runs.inductor_configuration(tmp_path) == "Triton, 64 x 64, 8 warps, 2 stages, 8 splits"
+    assert attention_runs.inductor_configuration(tmp_path / "ab" / "none") is None
 
 
-def test_eager_says_what_it_launches(monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "configuration"),
+    [(8, "Triton, 64 x 64, 8 warps, 2 stages, 8 splits"), (64, "Gluon, 64 x 64, 16 warps, 2 stages, 1 splits")],
+)
+def test_eager_says_what_it_launches(rows, configuration, monkeypatch):
     monkeypatch.setattr(attention_runs.configs.Device, "of", lambda device: test_sparse_mla_template.H200)
-    call = attention_runs.configs.Call(torch.bfloat16, 128, 512, 64, 2048, 32768, 8, False, False)
+    call = attention_runs.configs.Call(torch.bfloat16, 128, 512, 64, 2048, 32768, rows, False, False)
     monkeypatch.setattr(attention_runs.launch, "call_of", lambda *inputs: call)
+    monkeypatch.setattr(attention_runs.gluon, "aligned", lambda *inputs: True)
     inputs = (SimpleNamespace(is_cuda=True, device=None), *[None] * 4)
-    assert attention_runs.eager_configuration(inputs) == "64 x 64, 8 warps, 2 stages, 8 splits"
+    assert attention_runs.eager_configuration(inputs) == configuration
 
 
 def test_caches_are_empty_and_put_back(monkeypatch):

@@ -19,7 +19,7 @@ from dsa_compile.bench.harness import Peer
 from dsa_compile.bench.table import described
 from dsa_compile.bench.timing import Gpu, Launch, Recording
 from dsa_compile.lowering.device import Device
-from dsa_compile.lowering.sparse_mla import configs, launch
+from dsa_compile.lowering.sparse_mla import configs, gluon, launch
 
 UNSERVED = "reference, no kernel"
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -31,10 +31,10 @@ def op(q_absorbed: Tensor, q_pe: Tensor, latent: Tensor, visible: Tensor, picks:
 
 
 def record(case: AttentionCase, sets: Sequence[Inputs], gpu: Gpu, *, lowering: str) -> tuple[Recording, dict[str, Any]]:
-    """`op` as it stands (``"eager"``) or by Inductor, and the configuration that it runs in."""
+    """`op` as it stands (``"eager"``) or by Inductor, and the kernel and configuration that it runs in."""
     with fresh_caches() as folder:
         recording = gpu.record(op if lowering == "eager" else compiled(), sets)
-        picked = eager_configuration(sets[0]) if lowering == "eager" else inductor_configuration(folder)
+        picked = inductor_configuration(folder) or eager_configuration(sets[0])
     return recording, {"configuration": picked}
 
 
@@ -70,12 +70,14 @@ def eager_configuration(inputs: Inputs) -> str:
     if not q.is_cuda or configs.refusal(call) is not None:
         return UNSERVED
     device = Device.of(q.device)
-    config = configs.configs(call, device)[0]
-    return described(config.heads, config.keys, config.warps, config.stages, configs.splits(call, config, device))
+    hopper = gluon.refusal(call, device, False, SCALE) is None and gluon.aligned(q, q_pe, pool)
+    kernel, config = ("Gluon", gluon.CONFIG) if hopper else ("Triton", configs.configs(call, device)[0])
+    splits = configs.splits(call, config, device)
+    return f"{kernel}, {described(config.heads, config.keys, config.warps, config.stages, splits)}"
 
 
-def inductor_configuration(folder: Path) -> str:
-    """What Inductor chose, read from the code of the graph that it wrote into its cache."""
+def inductor_configuration(folder: Path) -> str | None:
+    """The template that Inductor chose, read from the graph's code in its cache; None: the graph calls the op."""
     for path in folder.rglob("*.py"):
         for kernel in path.read_text().split("async_compile.triton(")[1:]:
             sizes = [re.search(rf"\b{n} : tl\.constexpr = (\d+)", kernel) for n in ("BLOCK_H", "BLOCK_N", "SPLITS")]
@@ -83,8 +85,8 @@ def inductor_configuration(folder: Path) -> str:
             found = [int(match[1]) for match in (*sizes, *options) if match is not None]
             if len(found) == len(sizes) + len(options):
                 heads, keys, splits, warps, stages = found
-                return described(heads, keys, warps, stages, splits)
-    return UNSERVED
+                return f"Triton, {described(heads, keys, warps, stages, splits)}"
+    return None
 
 
 def flash_mla(case: AttentionCase) -> list[Peer[AttentionCase]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsa_compile import compat
 from dsa_compile.lowering.device import Device
-from dsa_compile.lowering.sparse_mla import configs
+from dsa_compile.lowering.sparse_mla import configs, gluon
 from dsa_compile.lowering.sparse_mla.configs import Call
 from dsa_compile.lowering.sparse_mla.launch import warn_of_refusal
 
@@ -53,7 +53,11 @@ def lower(
     scale: float,
     block_table: Any = None,
 ) -> tuple[Any, Any]:
-    """IR of out and lse; off CUDA, and where no kernel serves the call, of the op as it stands."""
+    """IR of out and lse: of the op as it stands off CUDA, where no kernel serves the call, and where `gluon` does.
+
+    That kernel is no choice beside the templates: of a choice that is not made from source Inductor knows one output
+    and nothing that it writes besides, and would order readers of lse before it.
+    """
     op, arguments = torch.ops.dsa.sparse_mla.default, (q_absorbed, q_pe, latent, visible, mask, topk_indices)
     if q_absorbed.get_device().type != "cuda":
         return compat.fallback(op, *arguments, scale, block_table)
@@ -63,6 +67,8 @@ def lower(
         warn_of_refusal(reason)
         return compat.fallback(op, *arguments, scale, block_table)
     device = Device.of(q_absorbed.get_device())
+    if gluon.refusal(call, device, block_table is not None, scale) is None:
+        return compat.fallback(op, *arguments, scale, block_table)
     choices = configs.configs(call, device)
     splits = configs.splits(call, choices[0], device)
     out, lse = _attend(call, choices, splits, q_absorbed, q_pe, latent, visible, topk_indices, scale, block_table)

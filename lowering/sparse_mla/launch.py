@@ -1,4 +1,4 @@
-"""``dsa::sparse_mla`` on CUDA outside of Inductor: the same kernel, in its likeliest configuration."""
+"""``dsa::sparse_mla`` on CUDA outside of Inductor: the same kernels, in their likeliest configuration."""
 
 import warnings
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsa_compile.lowering.device import Device
 from dsa_compile.lowering.pages import slot_count
-from dsa_compile.lowering.sparse_mla import configs
+from dsa_compile.lowering.sparse_mla import configs, gluon
 from dsa_compile.lowering.sparse_mla.configs import Call, Config
 from dsa_compile.lowering.sparse_mla.limits import check
 from dsa_compile.lowering.sparse_mla.reference import sparse_mla
@@ -23,7 +23,7 @@ def sparse_mla_cuda(
     scale: float,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.sparse_mla` by the Triton kernel, or by the reference with a warning that names the limit."""
+    """`reference.sparse_mla` by the kernel for Hopper or the portable one, or by itself with a warning of the limit."""
     check(q_absorbed, q_pe, latent, visible, mask, topk_indices, block_table)
     call = call_of(q_absorbed, q_pe, latent, mask, topk_indices, block_table)
     reason = configs.refusal(call)
@@ -31,6 +31,9 @@ def sparse_mla_cuda(
         warn_of_refusal(reason)
         return sparse_mla(q_absorbed, q_pe, latent, visible, mask, topk_indices, scale, block_table)
     device = Device.of(q_absorbed.device)
+    refused = gluon.refusal(call, device, block_table is not None, scale)
+    if topk_indices is not None and refused is None and gluon.aligned(q_absorbed, q_pe, latent):
+        return gluon.launch(q_absorbed, q_pe, latent, visible, topk_indices, scale)
     config = configs.configs(call, device)[0]
     return launch(q_absorbed, q_pe, latent, visible, topk_indices, scale, block_table, config, device)
 
@@ -73,7 +76,7 @@ def launch(
     device: Device,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run one configuration. ``splits``: shares of a row; None: as many as fill the device.
+    """Run one configuration of the portable kernel. ``splits``: shares of a row; None: as many as fill the device.
 
     The kernel gets the pool in the place of tensors that the call does not have.
     """

@@ -124,18 +124,20 @@ def compiled(source, folder):
 
 
 def compiled_kernel(kernel, pointers, constants, folder, **options):
-    """A kernel, compiled by Triton for sm_90.
+    """A kernel in Triton or Gluon, compiled for sm_90.
 
     ``pointers``: their types by name, of this kernel and others. What is neither that nor constant is an int32, or a
     float32 if named ``scale``; pointers and what is called a stride are multiples of 16.
     """
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     kinds = {"scale": "fp32"} | pointers | dict.fromkeys(constants, "constexpr")
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
     aligned = [i for i, name in enumerate(kernel.arg_names) if name in pointers or "stride" in name]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    return _compiled(ASTSource(kernel, signature, constants, attributes), folder, **options)
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return _compiled(source(kernel, signature, constants, attributes), folder, **options)
 
 
 def _compiled(source, folder, **options):

@@ -53,7 +53,7 @@ def test_hopper_configurations_fit_and_spill_nothing(heads, fp8, page, tmp_path)
     "case",
     [
         {"K": 0},
-        {"T": 512, "K": 2048},
+        {"H": 96, "T": 512, "K": 2048},
         {"H": 4, "R": 32, "P": 8, "K": 8, "dtype": torch.float32},
         {"H": 22, "R": 36, "P": 16, "K": 33, "dtype": torch.float16},
         {"H": 4, "R": 32, "P": 8, "K": 8, "fp8": True},
@@ -67,7 +67,7 @@ def test_other_calls_compile(case, tmp_path):
 
 def test_tensor_cores_score_each_key_once(tmp_path):
     """64 heads by 64 keys on two warpgroups: each scores 32 of the keys, 4 + 32 steps of 16 values."""
-    made = hopper.compiled(sources(T=64)[0], tmp_path)
+    made = hopper.compiled(sources(T=64, page=64)[0], tmp_path)
     steps = [line for line in made.ptx.splitlines() if "wgmma.mma_async" in line]
     assert sum("m64n32k16" in line for line in steps) == 36
     assert sum("m64n256k16" in line for line in steps) == 4

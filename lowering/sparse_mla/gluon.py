@@ -1,0 +1,98 @@
+"""``dsa::sparse_mla`` by `gluon_kernel`: which calls it serves, and its launch."""
+
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from dsa_compile.lowering.device import Device
+from dsa_compile.lowering.sparse_mla import configs
+from dsa_compile.lowering.sparse_mla.configs import Call, Config
+
+CONFIG = Config(heads=64, keys=64, warps=16, stages=2)
+CAPABILITY = (9, 0)
+ALIGNED = 16
+"""Bytes at a time that latent rows are copied in, and elements that strides are multiples of."""
+REGISTERS = {"MIXER_REGISTERS": 160, "GATHER_REGISTERS": 32}
+"""Of a thread; a mixer's are 128 sums and what it takes to add to them. The scoring warpgroup gets the rest of 512."""
+
+
+def refusal(call: Call, device: Device, paged: bool, scale: float) -> str | None:
+    """Why the kernel does not serve a call that the Triton kernel serves, or None."""
+    if device.capability != CAPABILITY:
+        return f"it is for compute capability 9.0, the device has {device.capability[0]}.{device.capability[1]}"
+    if call.dtype not in (torch.bfloat16, torch.float16) or call.fp8:
+        return f"it reads latent rows of 16-bit floats, came {torch.uint8 if call.fp8 else call.dtype}"
+    if (call.rank, call.rope) != (512, 64) or call.heads % CONFIG.heads:
+        wanted = f"a multiple of {CONFIG.heads} heads of 512 + 64 values"
+        return f"it takes {wanted}, came {call.heads} of {call.rank} + {call.rope}"
+    if call.topk is None or paged:
+        return "it gathers a selection from pools, came " + ("pages" if paged else "none")
+    if not scale > 0:
+        return f"it takes the largest score before it scales by a number above 0, came {scale}"
+    if configs.splits(call, CONFIG, device) > 1:
+        return f"it gives a query row to one program a {CONFIG.heads} heads, and {call.rows} rows leave processors idle"
+    return None if available() else "the installed triton lacks what it is written in"
+
+
+@cache
+def available() -> bool:
+    """Whether the installed triton has what the kernel is written in; warns once where it has not."""
+    try:
+        from dsa_compile.lowering.sparse_mla import gluon_kernel  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        warnings.warn(
+            f"dsa::sparse_mla runs as its portable Triton kernel, not as the faster one for Hopper: {error}.",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether the rows of all of them can be copied in pieces of `ALIGNED` bytes."""
+    return all(
+        x.stride(-1) == 1 and x.data_ptr() % ALIGNED == 0 and not any(stride % ALIGNED for stride in _strides(x))
+        for x in tensors
+    )
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Of all dimensions but the last; 0 for one of size 1, whose stride may be anything."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride())]
+
+
+def launch(
+    q_absorbed: Tensor, q_pe: Tensor, latent: Tensor, visible: Tensor | None, topk_indices: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel on a call that `refusal` has nothing against, of `aligned` tensors; see `reference.sparse_mla`."""
+    from dsa_compile.lowering.sparse_mla import gluon_kernel
+
+    B, T, H, R = q_absorbed.shape
+    out = q_absorbed.new_empty(B, T, H, R)
+    lse = q_absorbed.new_empty(B, T, H, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    with torch.cuda.device_of(out):
+        gluon_kernel.attend_kernel[(B * T * (H // CONFIG.heads),)](
+            q_absorbed,
+            q_pe,
+            latent,
+            latent if visible is None else visible.contiguous(),
+            topk_indices.contiguous(),
+            out,
+            lse,
+            *_strides(q_absorbed),
+            *_strides(q_pe),
+            *_strides(latent),
+            latent.shape[1],
+            T,
+            topk_indices.shape[-1],
+            scale,
+            H=H,
+            HAS_VISIBLE=visible is not None,
+            num_warps=4,
+            **REGISTERS,
+        )
+    return out, lse
