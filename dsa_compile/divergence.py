@@ -13,9 +13,9 @@ class _TaughtAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        visible = inputs[4]
-        run = teach_cuda if visible.is_cuda else teach
-        out, loss, grads = run(*inputs, wanted=any(ctx.needs_input_grad))
+        visible: Tensor = inputs[4]
+        run: Any = teach_cuda if visible.is_cuda else teach
+        out, loss, grads = run(*inputs, any(ctx.needs_input_grad))
         taught = (visible[..., 1] > visible[..., 0]).sum().clamp_min(1)
         ctx.save_for_backward(taught, *grads)
         ctx.mark_non_differentiable(out)

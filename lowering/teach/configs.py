@@ -45,7 +45,7 @@ class Tile:
     stages: int
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, int | str]:
         """What all kernels take of it."""
         return {"BLOCK_N": self.slots, "STAGES": self.stages, "num_warps": self.warps, "num_stages": self.stages}
 
@@ -62,18 +62,18 @@ class Tiles:
 
 
 _HOPPER = Tiles(
-    attend=Tile(128, 128, 8, 2),
-    target=Tile(128, 128, 8, 2),
+    attend=Tile(128, 64, 8, 3),
+    target=Tile(128, 128, 8, 4),
     scores=ScoreConfig(128, 128, 8, 2),
-    rows=Tile(128, 128, 8, 2),
-    columns=Tile(128, 128, 8, 2),
+    rows=Tile(128, 128, 8, 3),
+    columns=Tile(64, 128, 8, 3),
 )
 _HOPPER_FLOAT32 = Tiles(
     attend=Tile(64, 32, 4, 2),
-    target=Tile(64, 64, 4, 2),
+    target=Tile(64, 64, 4, 4),
     scores=ScoreConfig(64, 64, 4, 2),
-    rows=Tile(64, 64, 4, 2),
-    columns=Tile(64, 64, 4, 2),
+    rows=Tile(64, 32, 4, 3),
+    columns=Tile(32, 64, 4, 3),
 )
 """Of an H200; the first for DeepSeek-V3's sizes in bfloat16."""
 _OTHERS = Tiles(
@@ -83,8 +83,8 @@ _OTHERS = Tiles(
     rows=Tile(64, 32, 4, 1),
     columns=Tile(64, 32, 4, 1),
 )
-_WIDE = {"attend": Tile(64, 64, 4, 1), "target": Tile(64, 64, 4, 1)}
-_WIDE_FLOAT32 = {"attend": Tile(32, 32, 4, 1), "target": Tile(32, 32, 4, 1)}
+_WIDE, _WIDE_FLOAT32, _WIDE_OTHERS = Tile(128, 32, 8, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)
+"""That attend."""
 
 
 def refusal(call: Call, device: Device) -> str | None:
@@ -106,15 +106,13 @@ def refusal(call: Call, device: Device) -> str | None:
 def tiles(call: Call, device: Device) -> Tiles:
     """The tiles for a call on this device."""
     exact = torch.float32 in (call.dtype, call.index_dtype)
-    if device.major == 9:
-        chosen = _HOPPER_FLOAT32 if exact else _HOPPER
+    if device.major != 9:
+        chosen, wide = _OTHERS, _WIDE_OTHERS
     else:
-        chosen = _OTHERS
+        chosen, wide = (_HOPPER_FLOAT32, _WIDE_FLOAT32) if exact else (_HOPPER, _WIDE)
     if max(call.nope, call.value) > WIDE:
-        chosen = replace(chosen, **(_WIDE_FLOAT32 if exact else _WIDE))
-    if exact:
-        chosen = replace(chosen, scores=replace(chosen.scores, precision=precision()))
-    return chosen
+        chosen = replace(chosen, attend=wide)
+    return replace(chosen, scores=replace(chosen.scores, precision=precision()))
 
 
 def precision() -> str:
@@ -122,8 +120,18 @@ def precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
-def teacher_constants(call: Call, tile: Tile) -> dict[str, int | str]:
-    """Compile-time arguments of both kernels that attend."""
+def attend_constants(call: Call, tile: Tile) -> dict[str, int | str]:
+    """Compile-time arguments of the kernel that attends, all but SELECTED."""
+    sides = {"BLOCK_NOPE": _side(call.nope), "BLOCK_ROPE": _side(call.rope), "BLOCK_V": _side(call.value)}
+    return _teacher_constants(call, tile) | sides
+
+
+def target_constants(call: Call, tile: Tile) -> dict[str, int | str]:
+    """Compile-time arguments of the kernel that makes targets; a head's values are taken in parts of BLOCK_K."""
+    return _teacher_constants(call, tile) | {"BLOCK_K": _side(max(min(call.nope, LARGEST_ROPE), call.rope))}
+
+
+def _teacher_constants(call: Call, tile: Tile) -> dict[str, int | str]:
     return {
         "H": call.heads,
         "N": call.nope,
@@ -131,13 +139,7 @@ def teacher_constants(call: Call, tile: Tile) -> dict[str, int | str]:
         "V": call.value,
         "PRECISION": precision(),
         "BLOCK_M": tile.rows,
-        "BLOCK_NOPE": _side(call.nope),
-        "BLOCK_ROPE": _side(call.rope),
     } | tile.options
-
-
-def attend_constants(call: Call, tile: Tile) -> dict[str, int | str]:
-    return teacher_constants(call, tile) | {"BLOCK_V": _side(call.value)}
 
 
 def student_constants(call: Call, tile: Tile) -> dict[str, int | str]:

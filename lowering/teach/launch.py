@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor
 from dsa_compile.lowering.device import Device
 from dsa_compile.lowering.rows import chosen
 from dsa_compile.lowering.select import launch as select_launch
+from dsa_compile.lowering.select.configs import Config as ScoreConfig
 from dsa_compile.lowering.teach import configs
 from dsa_compile.lowering.teach.configs import Call, Tile, Tiles
 from dsa_compile.lowering.teach.reference import teach
@@ -20,6 +22,22 @@ ALIGNMENT = 16
 """A row of them begins at a multiple of so many, so that Triton reads 16 bytes at a time."""
 LANES = 1024
 """Slots of a row that its divergence is summed over at once."""
+
+
+class Teacher(NamedTuple):
+    """q: [B, H, T, N+P]. kv: nope keys and values of each head, [B, T, H*(N+V)]. k_pe: [B, T, P]."""
+
+    q: Tensor
+    kv: Tensor
+    k_pe: Tensor
+
+
+class Student(NamedTuple):
+    """q: [B, T, HI, DI]. weights: [B, T, HI]. keys: [B, T, DI]."""
+
+    q: Tensor
+    weights: Tensor
+    keys: Tensor
 
 
 def teach_cuda(
@@ -84,37 +102,34 @@ def launch(
     tiles: Tiles,
     processors: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Run the kernels in these tiles. Autocast is off: all of the teacher is in q's dtype, of the student in index_q's."""
+    """Run the kernels in these tiles; autocast or not, the teacher is in q's dtype and the student in index_q's."""
     call = call_of(q, kv_b_weight, index_q, nope)
+    H, V = call.heads, call.value
     B, T, width = call.batch, call.tokens, -(-call.tokens // ALIGNMENT) * ALIGNMENT
     with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
         kv = F.linear(c_kv.to(q.dtype), kv_b_weight.to(q.dtype))
-        q, k_pe = _rows_of(q), _rows_of(k_pe.to(q.dtype))
+        teacher = [_rows_of(x) for x in (q, kv, k_pe.to(q.dtype))]
         student = [_rows_of(x.detach()) for x in (index_q, index_weights, index_keys.to(index_q.dtype))]
-        visible, out = visible.contiguous(), q.new_empty(B, T, call.heads, call.value)
+        visible, out = visible.contiguous(), q.new_empty(B, T, H, V)
         losses = q.new_zeros(B, T, dtype=torch.float32)
         index_q_grad = torch.empty_like(index_q, memory_format=torch.contiguous_format)
         weights_grad = torch.empty(index_weights.shape, dtype=torch.float32, device=q.device)
         keys_grad = torch.zeros(index_keys.shape, dtype=torch.float32, device=q.device)
         for sequences, rows in chunks(B, T, BUDGET // (8 * width)):
-            part = [x[sequences] for x in student]
+            teaching, learning = Teacher(*(x[sequences] for x in teacher)), Student(*(x[sequences] for x in student))
             seen, n = visible[sequences], rows.stop - rows.start
             keep = None if topk_indices is None else chosen(topk_indices[sequences], rows, T)
             target, scores = q.new_empty(2, len(seen), n, width, dtype=torch.float32)
-            teacher = q[sequences], kv[sequences], k_pe[sequences], seen
-            lse = attend(out[sequences], *teacher, keep, rows, scale, call, tiles.attend)
-            write_target(target, *teacher, lse, rows, scale, call, tiles.target)
-            write_scores(scores, *part, seen, rows, index_scale, tiles)
+            lse = attend(out[sequences], teaching, seen, keep, rows, scale, call, tiles.attend)
+            write_target(target, teaching, seen, lse, rows, scale, call, tiles.target)
+            write_scores(scores, learning, seen, rows, index_scale, tiles.scores)
             losses[sequences, rows] = diverge(target, scores, seen, keep, rows)
-            del target
             if wanted:
-                places = index_q_grad[sequences], weights_grad[sequences]
-                row_gradients(*places, *part, seen, scores, rows, index_scale, call, tiles.rows)
-                keys_grad[sequences] += column_gradients(
-                    *part, seen, scores, rows, index_scale, call, tiles.columns, processors
-                )
-    grads = [index_q_grad, weights_grad.to(index_weights.dtype), keys_grad.to(index_keys.dtype)]
-    return out, losses.sum(), grads if wanted else []
+                grads = Student(index_q_grad[sequences], weights_grad[sequences], keys_grad[sequences])
+                row_gradients(grads, learning, seen, scores, rows, index_scale, call, tiles.rows)
+                column_gradients(grads, learning, seen, scores, rows, index_scale, call, tiles.columns, processors)
+    made = [index_q_grad, weights_grad.to(index_weights.dtype), keys_grad.to(index_keys.dtype)]
+    return out, losses.sum(), made if wanted else []
 
 
 def chunks(batch: int, tokens: int, most_rows: int) -> Iterator[tuple[slice, slice]]:
@@ -131,9 +146,7 @@ def chunks(batch: int, tokens: int, most_rows: int) -> Iterator[tuple[slice, sli
 
 def attend(
     out: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    k_pe: Tensor,
+    teacher: Teacher,
     visible: Tensor,
     keep: Tensor | None,
     rows: slice,
@@ -144,24 +157,19 @@ def attend(
     """Write ``rows`` of out [B, T, H, V], and give their log-sum-exp to the base of 2, float32[B, H, t].
 
     Args:
-        q: [B, H, T, N+P]. kv: [B, T, H*(N+V)]. k_pe: [B, T, P]. visible: int32[B, 1, T, 2], contiguous.
-        keep: bool[B, t, T], what is selected; None: everything.
+        visible: int32[B, 1, T, 2], contiguous. keep: bool[B, t, T], what is selected; None: everything.
     """
     from dsa_compile.lowering.teach import teacher_kernel
 
-    B, n = len(q), rows.stop - rows.start
-    lse = q.new_empty(B, call.heads, n, dtype=torch.float32)
+    B, n = len(out), rows.stop - rows.start
+    lse = out.new_empty(B, call.heads, n, dtype=torch.float32)
     teacher_kernel.attend[(B * call.heads * -(-n // tile.rows),)](
-        q,
-        kv,
-        k_pe,
+        *teacher,
         visible,
         visible if keep is None else keep.view(torch.uint8),
         out,
         lse,
-        *q.stride()[:3],
-        *kv.stride()[:2],
-        *k_pe.stride()[:2],
+        *_strides(teacher),
         *out.stride()[:2],
         0 if keep is None else keep.stride(1),
         rows.start,
@@ -176,9 +184,7 @@ def attend(
 
 def write_target(
     target: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    k_pe: Tensor,
+    teacher: Teacher,
     visible: Tensor,
     lse: Tensor,
     rows: slice,
@@ -191,37 +197,31 @@ def write_target(
 
     B, n = target.shape[:2]
     teacher_kernel.target[(B * -(-n // tile.rows) * -(-call.tokens // tile.slots),)](
-        q,
-        kv,
-        k_pe,
+        *teacher,
         visible,
         lse,
         target,
-        *q.stride()[:3],
-        *kv.stride()[:2],
-        *k_pe.stride()[:2],
+        *_strides(teacher),
         target.stride(1),
         rows.start,
         n,
         call.tokens,
         scale,
-        **configs.teacher_constants(call, tile),
+        **configs.target_constants(call, tile),
     )
 
 
 def write_scores(
-    scores: Tensor, q: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, rows: slice, scale: float, tiles: Tiles
+    scores: Tensor, student: Student, visible: Tensor, rows: slice, scale: float, config: ScoreConfig
 ) -> None:
     """Write the index scores of ``rows`` to scores float32[B, t, width], where they see a slot."""
     B, n = scores.shape[:2]
-    T = q.shape[1]
-    call = select_launch.call_of(q, keys, None, None)
-    queries = tiles.scores.queries(call, n)
+    T = student.q.shape[1]
+    call = select_launch.call_of(student.q, student.keys, None, None)
+    queries = config.queries(call, n)
     select_launch.score(
         scores.view(B * n, -1)[:, :T],
-        q,
-        weights,
-        keys,
+        *student,
         visible,
         0,
         scale,
@@ -230,7 +230,7 @@ def write_scores(
         first_row=rows.start,
         blocks=range(rows.start // queries, (B - 1) * -(-T // queries) + -(-rows.stop // queries)),
         splits=1,
-        constants=tiles.scores.constants(call, queries),
+        constants=config.constants(call, queries),
     )
 
 
@@ -258,11 +258,8 @@ def diverge(target: Tensor, scores: Tensor, visible: Tensor, keep: Tensor | None
 
 
 def row_gradients(
-    q_grad: Tensor,
-    weights_grad: Tensor,
-    q: Tensor,
-    weights: Tensor,
-    keys: Tensor,
+    grads: Student,
+    student: Student,
     visible: Tensor,
     grad: Tensor,
     rows: slice,
@@ -270,21 +267,17 @@ def row_gradients(
     call: Call,
     tile: Tile,
 ) -> None:
-    """Write ``rows`` of the gradients in index queries and head weights, from that in scores float32[B, t, width]."""
+    """Write ``rows`` of the gradients in index queries and head weights, from that in scores, float32[B, t, width]."""
     from dsa_compile.lowering.teach import student_kernel
 
     B, n, width = grad.shape
     student_kernel.row_gradients[(B * -(-n // configs.queries(call, tile)),)](
-        q,
-        weights,
-        keys,
+        *student,
         visible,
         grad,
-        q_grad,
-        weights_grad,
-        *q.stride()[:3],
-        *weights.stride()[:2],
-        *keys.stride()[:2],
+        grads.q,
+        grads.weights,
+        *_strides(student),
         width,
         rows.start,
         n,
@@ -295,9 +288,8 @@ def row_gradients(
 
 
 def column_gradients(
-    q: Tensor,
-    weights: Tensor,
-    keys: Tensor,
+    grads: Student,
+    student: Student,
     visible: Tensor,
     grad: Tensor,
     rows: slice,
@@ -305,23 +297,22 @@ def column_gradients(
     call: Call,
     tile: Tile,
     processors: int,
-) -> Tensor:
-    """float32[B, T, DI]: what ``rows`` add to the gradient in index keys, from that in scores float32[B, t, width]."""
+) -> None:
+    """Add what ``rows`` give to the gradient in index keys, float32, from that in scores, float32[B, t, width]."""
     from dsa_compile.lowering.teach import student_kernel
 
     B, n, width = grad.shape
     splits = configs.splits(call, tile, B, n, processors)
-    parts = grad.new_empty(splits, *keys.shape)
+    parts = grad.new_empty(splits, *student.keys.shape)
     student_kernel.column_gradients[(splits * B * -(-call.tokens // tile.slots),)](
-        q,
-        weights,
-        keys,
+        student.q,
+        student.weights.transpose(1, 2).contiguous(),
+        student.keys,
         visible,
         grad,
         parts,
-        *q.stride()[:3],
-        *weights.stride()[:2],
-        *keys.stride()[:2],
+        *student.q.stride()[:3],
+        *student.keys.stride()[:2],
         width,
         rows.start,
         n,
@@ -331,7 +322,12 @@ def column_gradients(
         scale,
         **configs.column_constants(call, tile),
     )
-    return parts.sum(0)
+    grads.keys.add_(parts.sum(0))
+
+
+def _strides(operands: Teacher | Student) -> list[int]:
+    """Of each in all but its last dimension."""
+    return [stride for x in operands for stride in x.stride()[:-1]]
 
 
 def _rows_of(x: Tensor) -> Tensor:

@@ -121,9 +121,10 @@ def row_gradients(
     grad_rows = GRAD + (b.to(tl.int64) * num_rows + one)[:, None] * grad_stride
     KEYS += b.to(tl.int64) * k_stride_b
     total = tl.zeros([QUERIES * BLOCK_H, BLOCK_D], tl.float32)
-    for tile in tl.range(tl.min(start, 0) // BLOCK_N, tl.cdiv(tl.max(stop, 0), BLOCK_N), num_stages=STAGES):
+    end = tl.max(stop, 0)
+    for tile in tl.range(tl.min(start, 0) // BLOCK_N, tl.cdiv(end, BLOCK_N), num_stages=STAGES):
         slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        keys = load_rows(KEYS + slot.to(tl.int64) * k_stride_t, slot < T, DI, BLOCK_D, False)
+        keys = load_rows(KEYS + slot.to(tl.int64) * k_stride_t, slot < end, DI, BLOCK_D, False)
         seen = (slot[None, :] >= start[:, None]) & (slot[None, :] < stop[:, None])
         grad = tl.load(grad_rows + slot[None, :], mask=seen, other=0.0) * GAIN
         grad = tl.broadcast_to(grad[:, None, :], (QUERIES, BLOCK_H, BLOCK_N))
@@ -154,8 +155,6 @@ def column_gradients(
     q_stride_b,
     q_stride_t,
     q_stride_h,
-    w_stride_b,
-    w_stride_t,
     k_stride_b,
     k_stride_t,
     grad_stride,
@@ -173,7 +172,10 @@ def column_gradients(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Gradients in BLOCK_N index keys from every ``splits``-th block of rows: PARTS float32[splits, B, T, DI]."""
+    """Gradients in BLOCK_N index keys from every ``splits``-th block of rows: PARTS float32[splits, B, T, DI].
+
+    WEIGHTS is [B, HI, T] here, contiguous: a program reads many rows of a head.
+    """
     split = tl.program_id(0) % splits
     b = tl.program_id(0) // splits % batch
     tile = tl.program_id(0) // splits // batch  # the first keys are seen by most rows
@@ -181,23 +183,24 @@ def column_gradients(
     far = slot.to(tl.int64)
     keys = load_rows(KEYS + b.to(tl.int64) * k_stride_b + far * k_stride_t, slot < T, DI, BLOCK_D, False)
     Q += b.to(tl.int64) * q_stride_b
-    WEIGHTS += b.to(tl.int64) * w_stride_b
+    WEIGHTS += b.to(tl.int64) * HEADS * T + first_row
     GRAD += b.to(tl.int64) * num_rows * grad_stride
     total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for block in range(split, tl.cdiv(num_rows, BLOCK_M), splits):
         place = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        live = place < num_rows
         row = tl.minimum(place, num_rows - 1)
         start, stop = spans(VISIBLE, b, first_row + row, T)
         if (tl.min(start, 0) < (tile + 1) * BLOCK_N) & (tl.max(stop, 0) > tile * BLOCK_N):
-            seen = (slot[:, None] >= start[None, :]) & (slot[:, None] < stop[None, :]) & (place < num_rows)[None, :]
+            seen = (slot[:, None] >= start[None, :]) & (slot[:, None] < stop[None, :]) & live[None, :]
             grad_rows = GRAD + row.to(tl.int64)[None, :] * grad_stride
             grad = tl.load(grad_rows + slot[:, None], mask=seen, other=0.0) * GAIN
             t = (first_row + row).to(tl.int64)
             for head in tl.range(0, HEADS, num_stages=STAGES):
                 q = load_rows(Q + t * q_stride_t + head * q_stride_h, row >= 0, DI, BLOCK_D, True)
-                w = tl.load(WEIGHTS + t * w_stride_t + head).to(tl.float32)
+                w = tl.load(WEIGHTS + head * T + place, mask=live, other=0.0).to(tl.float32)
                 products = tl.dot(keys, q.T, input_precision=PRECISION)
-                passed = tl.where(products > 0, grad * w[None, :], 0.0).to(q.dtype)
+                passed = (tl.where(products > 0, w[None, :], 0.0) * grad).to(q.dtype)
                 total = tl.dot(passed, q, total, input_precision=PRECISION)
     values = tl.arange(0, BLOCK_D)
     parts = PARTS + ((split * batch + b).to(tl.int64) * T + far) * DI

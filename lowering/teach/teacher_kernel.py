@@ -21,14 +21,14 @@ def _scores(
     K,
     slot,
     stride,
-    T,
+    end,
     N: tl.constexpr,
     BLOCK_NOPE: tl.constexpr,
     ALL_LIVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """q . k of one head, [rows, slots] in float32."""
-    k = load_rows(K + slot.to(tl.int64) * stride, slot < T, N, BLOCK_NOPE, ALL_LIVE)
+    """q . k of one head, [rows, slots] in float32; slots from ``end`` on are not read."""
+    k = load_rows(K + slot.to(tl.int64) * stride, slot < end, N, BLOCK_NOPE, ALL_LIVE)
     scores = tl.dot(q_pe, k_pe.T, input_precision=PRECISION)
     return tl.dot(q, k.T, scores, input_precision=PRECISION)
 
@@ -92,8 +92,9 @@ def attend(
     peak = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    end = tl.max(stop, 0)
     first = tl.min(start, 0) // BLOCK_N
-    last = tl.cdiv(tl.max(stop, 0), BLOCK_N)
+    last = tl.cdiv(end, BLOCK_N)
     # tiles that every row sees whole need no mask
     inner = tl.cdiv(tl.max(start, 0), BLOCK_N)
     outer = tl.min(stop, 0) // BLOCK_N
@@ -103,14 +104,14 @@ def attend(
     for tile in tl.range(inner, outer, num_stages=STAGES):
         slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         far = slot.to(tl.int64)
-        k_pe = load_rows(K_PE + far * pe_stride_t, slot < T, P, BLOCK_ROPE, True)
-        scores = _scores(q, q_pe, k_pe, K, slot, kv_stride_t, T, N, BLOCK_NOPE, True, PRECISION) * (scale * LOG2_E)
+        k_pe = load_rows(K_PE + far * pe_stride_t, slot < end, P, BLOCK_ROPE, True)
+        scores = _scores(q, q_pe, k_pe, K, slot, kv_stride_t, end, N, BLOCK_NOPE, True, PRECISION) * (scale * LOG2_E)
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(peak - higher)
         peak = higher
         total = total * shrink + tl.sum(weights, 1)
-        v = load_rows(K + N + far * kv_stride_t, slot < T, V, BLOCK_V, True)
+        v = load_rows(K + N + far * kv_stride_t, slot < end, V, BLOCK_V, True)
         out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
     left = tl.maximum(inner - first, 0)
     for edge in tl.range(0, left + last - outer, num_stages=STAGES):
@@ -120,15 +121,15 @@ def attend(
         keep = (slot[None, :] >= start[:, None]) & (slot[None, :] < stop[:, None])
         if SELECTED:
             keep = tl.load(KEEP + slot[None, :], mask=keep, other=0) != 0
-        k_pe = load_rows(K_PE + far * pe_stride_t, slot < T, P, BLOCK_ROPE, False)
-        scores = _scores(q, q_pe, k_pe, K, slot, kv_stride_t, T, N, BLOCK_NOPE, False, PRECISION)
+        k_pe = load_rows(K_PE + far * pe_stride_t, slot < end, P, BLOCK_ROPE, False)
+        scores = _scores(q, q_pe, k_pe, K, slot, kv_stride_t, end, N, BLOCK_NOPE, False, PRECISION)
         scores = tl.where(keep, scores * (scale * LOG2_E), float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(peak - higher)
         peak = higher
         total = total * shrink + tl.sum(weights, 1)
-        v = load_rows(K + N + far * kv_stride_t, slot < T, V, BLOCK_V, False)
+        v = load_rows(K + N + far * kv_stride_t, slot < end, V, BLOCK_V, False)
         out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
     empty = total == 0
     real = place < num_rows
@@ -171,13 +172,13 @@ def target(
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_NOPE: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """TARGET float32[B, num_rows, target_stride]: the mean over heads of exp2(score - lse), a tile of rows and slots a program.
+    """TARGET float32[B, num_rows, target_stride]: the mean over heads of exp2(score - lse).
 
-    Tiles of which no row sees a slot are not written; in others, what a row does not see may be anything.
+    Tiles of which no row sees a slot are not written; in others, what a row does not see may be anything. A program
+    makes one tile, so that no other has probabilities of a head.
     """
     tiles = tl.cdiv(T, BLOCK_N)
     blocks = tl.cdiv(num_rows, BLOCK_M)
@@ -190,19 +191,38 @@ def target(
     start, stop = spans(VISIBLE, b, t, T)
     if (tl.min(start, 0) < (tile + 1) * BLOCK_N) & (tl.max(stop, 0) > tile * BLOCK_N):
         slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        columns = tl.arange(0, BLOCK_K)
         Q += b.to(tl.int64) * q_stride_b
-        K = KV + b.to(tl.int64) * kv_stride_b
-        pe_rows = K_PE + b.to(tl.int64) * pe_stride_b + slot.to(tl.int64) * pe_stride_t
-        k_pe = load_rows(pe_rows, slot < T, P, BLOCK_ROPE, False)
+        KV += b.to(tl.int64) * kv_stride_b
+        K_PE += b.to(tl.int64) * pe_stride_b
         LSE += b.to(tl.int64) * H * num_rows
+        NOPES: tl.constexpr = (N + BLOCK_K - 1) // BLOCK_K
+        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         mean = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for h in tl.range(0, H, num_stages=STAGES):
-            head_rows = Q + t.to(tl.int64) * q_stride_t
-            q = load_rows(head_rows, row >= 0, N, BLOCK_NOPE, True)
-            q_pe = load_rows(head_rows + N, row >= 0, P, BLOCK_ROPE, True)
-            lse = tl.load(LSE + h * num_rows + row)
-            scores = _scores(q, q_pe, k_pe, K + h * (N + V), slot, kv_stride_t, T, N, BLOCK_NOPE, False, PRECISION)
-            mean += tl.exp2(scores * (scale * LOG2_E) - lse[:, None])
-            Q += q_stride_h
+        # parts of a head, so that more of them are under way than heads would fit
+        for step in tl.range(0, H * (NOPES + 1), num_stages=STAGES):
+            part = step % (NOPES + 1)
+            rope = part == NOPES
+            first = tl.where(rope, N, part * BLOCK_K)
+            width = tl.where(rope, P, N - part * BLOCK_K)
+            keys = tl.where(rope, K_PE, KV + first)
+            q_rows = Q + first + t.to(tl.int64) * q_stride_t
+            k_rows = keys + slot.to(tl.int64) * tl.where(rope, pe_stride_t, kv_stride_t)
+            if N % BLOCK_K == 0 and P == BLOCK_K:
+                q = tl.load(q_rows[:, None] + columns[None, :])
+                k = tl.load(k_rows[:, None] + columns[None, :], mask=(slot < T)[:, None], other=0.0)
+            else:
+                real = (columns < width)[None, :]
+                q = tl.load(q_rows[:, None] + columns[None, :], mask=real, other=0.0)
+                k = tl.load(k_rows[:, None] + columns[None, :], mask=real & (slot < T)[:, None], other=0.0)
+            scores = tl.dot(q, k.T, scores, input_precision=PRECISION)
+            if rope:
+                lse = tl.load(LSE + row)
+                mean += tl.exp2(scores * (scale * LOG2_E) - lse[:, None])
+                scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            # outside of the branch: loads of later steps are not to wait for it
+            Q += tl.where(rope, q_stride_h, 0)
+            KV += tl.where(rope, N + V, 0)
+            LSE += tl.where(rope, num_rows, 0)
         rows = TARGET + (b.to(tl.int64) * num_rows + row)[:, None] * target_stride
         tl.store(rows + slot[None, :], mean / H, mask=(place < num_rows)[:, None] & (slot < T)[None, :])
