@@ -122,7 +122,11 @@ def precision() -> str:
 
 def attend_constants(call: Call, tile: Tile) -> dict[str, int | str]:
     """Compile-time arguments of the kernel that attends, all but SELECTED."""
-    sides = {"BLOCK_NOPE": _side(call.nope), "BLOCK_ROPE": _side(call.rope), "BLOCK_V": _side(call.value)}
+    sides: dict[str, int | str] = {
+        "BLOCK_NOPE": _side(call.nope),
+        "BLOCK_ROPE": _side(call.rope),
+        "BLOCK_V": _side(call.value),
+    }
     return _teacher_constants(call, tile) | sides
 
 
@@ -158,7 +162,7 @@ def queries(call: Call, tile: Tile) -> int:
 
 
 def row_constants(call: Call, tile: Tile) -> dict[str, int | str]:
-    sizes = {"QUERIES": queries(call, tile), "BLOCK_H": power_of_two(call.index_heads)}
+    sizes: dict[str, int | str] = {"QUERIES": queries(call, tile), "BLOCK_H": power_of_two(call.index_heads)}
     return student_constants(call, tile) | sizes
 
 

@@ -63,7 +63,7 @@ class Case:
 
     def check(self, most=1.1):
         """Errors against float64 within ``most`` times those of everyday code, which sums float32 in shorter blocks."""
-        rounding = 2**-19 if self.q.dtype == FP32 else 0
+        rounding = 16 * torch.finfo(self.q.dtype).eps if self.q.dtype.itemsize >= 4 else 0
         results = zip(
             ("out", "loss", "q", "weights", "keys"), self.run(), self.naive(self.q.dtype), self.naive(torch.float64)
         )
@@ -74,9 +74,9 @@ class Case:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("K", [None, 17])
-@pytest.mark.parametrize("T", [1, 128, 300])
+@pytest.mark.parametrize("T", [16, 128, 300])
 def test_any_length_and_selection_errs_no_more_than_everyday_code(T, K, dtype):
-    Case(T=T, K=K, dtype=dtype, B=1 if T == 1 else 2).check()
+    Case(T=T, K=K, dtype=dtype).check()
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
