@@ -122,12 +122,11 @@ def precision() -> str:
 
 def attend_constants(call: Call, tile: Tile) -> dict[str, int | str]:
     """Compile-time arguments of the kernel that attends, all but SELECTED."""
-    sides: dict[str, int | str] = {
+    return _teacher_constants(call, tile) | {
         "BLOCK_NOPE": _side(call.nope),
         "BLOCK_ROPE": _side(call.rope),
         "BLOCK_V": _side(call.value),
     }
-    return _teacher_constants(call, tile) | sides
 
 
 def target_constants(call: Call, tile: Tile) -> dict[str, int | str]:
@@ -136,24 +135,14 @@ def target_constants(call: Call, tile: Tile) -> dict[str, int | str]:
 
 
 def _teacher_constants(call: Call, tile: Tile) -> dict[str, int | str]:
-    return {
+    return tile.options | {
         "H": call.heads,
         "N": call.nope,
         "P": call.rope,
         "V": call.value,
         "PRECISION": precision(),
         "BLOCK_M": tile.rows,
-    } | tile.options
-
-
-def student_constants(call: Call, tile: Tile) -> dict[str, int | str]:
-    """Compile-time arguments of both kernels that make gradients."""
-    return {
-        "HEADS": call.index_heads,
-        "DI": call.index_dim,
-        "PRECISION": precision(),
-        "BLOCK_D": _side(call.index_dim),
-    } | tile.options
+    }
 
 
 def queries(call: Call, tile: Tile) -> int:
@@ -162,12 +151,25 @@ def queries(call: Call, tile: Tile) -> int:
 
 
 def row_constants(call: Call, tile: Tile) -> dict[str, int | str]:
-    sizes: dict[str, int | str] = {"QUERIES": queries(call, tile), "BLOCK_H": power_of_two(call.index_heads)}
-    return student_constants(call, tile) | sizes
+    """Compile-time arguments of the kernel that sums over slots."""
+    return _student_constants(call, tile) | {
+        "QUERIES": queries(call, tile),
+        "BLOCK_H": power_of_two(call.index_heads),
+    }
 
 
 def column_constants(call: Call, tile: Tile) -> dict[str, int | str]:
-    return student_constants(call, tile) | {"BLOCK_M": tile.rows}
+    """Compile-time arguments of the kernel that sums over rows."""
+    return _student_constants(call, tile) | {"BLOCK_M": tile.rows}
+
+
+def _student_constants(call: Call, tile: Tile) -> dict[str, int | str]:
+    return tile.options | {
+        "HEADS": call.index_heads,
+        "DI": call.index_dim,
+        "PRECISION": precision(),
+        "BLOCK_D": _side(call.index_dim),
+    }
 
 
 def splits(call: Call, tile: Tile, sequences: int, rows: int, processors: int) -> int:

@@ -31,7 +31,11 @@ class Case:
         self.visible = torch.stack([torch.zeros(T), torch.arange(1, T + 1)], -1).int().repeat(B, 1, 1, 1).to(CUDA)
         self.visible[0, 0, 70:, 0] = 70
         self.visible[-1, 0, :, 1] = (self.visible[-1, 0, :, 1] - 9).clamp_min(0)
-        student = normal(B, T, HI, DI), normal(B, T, HI, kind=FP32) * HI**-0.5, normal(B, T, DI)
+        student = (
+            normal(B, T, HI, DI),
+            normal(B, T, HI, kind=torch.promote_types(dtype, FP32)) * HI**-0.5,
+            normal(B, T, DI),
+        )
         self.student = [x.requires_grad_() for x in student]
         self.topk = None
         if K is not None:
