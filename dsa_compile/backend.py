@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._dynamo.backends.registry import _BACKENDS, register_backend
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 import dsa_compile.lowering
 from dsa_compile import compat, programs, report
 from dsa_compile.config import DSAConfig
-from dsa_compile.passes.base import is_dsa_op
+from dsa_compile.passes.base import is_dsa_op, is_op, target_name, value_of
 from dsa_compile.passes.overlap_indexer import started_programs
 from dsa_compile.passes.pipeline import rewrite
 
@@ -47,13 +48,31 @@ def dsa_backend(
     if config.lowering == "eager":
         return gm.forward
     dsa_compile.lowering.register_inductor()
+    options = _mode_options(gm.graph, config.mode)
     for name, inputs in started_programs(gm.graph).items():
-        programs.compile_program(name, inputs)
-    patches = {
-        **compat.mode_options(config.mode),
-        "post_grad_custom_post_pass": compat.identity_pass(cache_key(config)),
-    }
-    return compat.compile_fx(gm, example_inputs, patches)
+        programs.compile_program(name, inputs, options | {"triton.cudagraphs": False})  # a part of the graph's own
+    options["post_grad_custom_post_pass"] = compat.identity_pass(cache_key(config))
+    return compat.compile_fx(gm, example_inputs, options)
+
+
+def _mode_options(graph: Graph, mode: str | None) -> dict[str, Any]:
+    """Inductor settings of a mode, without CUDA graphs for what they cannot replay.
+
+    A prompt is not replayed, as each length would be recorded anew; nor is an operator that waits for the device.
+    """
+    options = compat.mode_options(mode)
+    if not options.get("triton.cudagraphs"):
+        return options
+    rows = (value_of(node) for node in graph.nodes if is_op(node, "mla", "sparse_mla"))
+    prompt = any(isinstance((x[0] if isinstance(x, tuple) else x).shape[1], torch.SymInt) for x in rows)
+    waits = any(target_name(node).startswith("grouped_mm_fallback") for node in graph.nodes)
+    if waits and not prompt:
+        warnings.warn(
+            f"mode={mode!r}: a graph runs without CUDA graphs, as the experts' grouped_mm waits for the device in "
+            "dtypes other than bfloat16. Call model.set_experts_implementation('batched_mm').",
+            stacklevel=2,
+        )
+    return options | {"triton.cudagraphs": not (prompt or waits)}
 
 
 def cache_key(config: DSAConfig) -> tuple[bytes, str]:

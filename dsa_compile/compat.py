@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -44,6 +45,16 @@ def fixed_address(tensor: torch.Tensor) -> torch.Tensor:
 
     torch._dynamo.mark_static_address(tensor, guard=False)
     return tensor
+
+
+def symbolic_dispatch() -> AbstractContextManager[Any]:
+    """While this lasts an op on fake tensors of symbolic sizes is tried in Python first, as Dynamo does.
+
+    In C++ a linear of such tensors under autocast asks for numbers (torch 2.11).
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()
 
 
 def constant_of(value: Any) -> float | None:
@@ -112,12 +123,12 @@ def compile_fx(gm: GraphModule, example_inputs: list[Any], config_patches: dict[
     return compiled
 
 
-def compile_part(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+def compile_part(gm: GraphModule, example_inputs: list[Any], config_patches: dict[str, Any]) -> Callable[..., Any]:
     """Compile a graph that an op of another runs, while that other is compiled. What it returns has no gradient."""
     from torch._guards import TracingContext, detect_fake_mode, tracing
 
     with torch.no_grad(), tracing(TracingContext(detect_fake_mode(example_inputs))):
-        return compile_fx(gm, example_inputs, {})
+        return compile_fx(gm, example_inputs, config_patches)
 
 
 def register_lowering(op: Any, lower: Callable[..., Any]) -> None:

@@ -18,6 +18,9 @@ CACHE_DTYPES = (None, "fp8")
 DEFAULT_INDEX_TOPK = 2048
 """``index_topk`` of DeepSeek-V3.2 and GLM-5, used where neither the model nor the user names one."""
 
+MOST_DRAFTS = 16
+"""Drafts of a step at most: each is one more run of the MTP layer in the step's graph."""
+
 AUTO_DRAFTS = 3
 """Drafts at most where ``MTPConfig.drafts`` is ``"auto"``."""
 
@@ -82,7 +85,7 @@ class MTPConfig(_Options):
     """Multi-token prediction: what `generate` drafts with the MTP layer of a DeepSeek or GLM checkpoint.
 
     Args:
-        drafts: tokens that are drafted and verified in a step; from 2 on the one layer reads its own output.
+        drafts: tokens that are drafted and verified in a step, up to 16; from 2 on the one layer reads its own output.
             ``"auto"``: from 0 to 3, whatever gives most tokens a second as `generate` measures it, for each batch size;
             each number that is tried is a graph to compile.
         module: where its weights come from: a checkpoint folder, a safetensors file, a state dict or a module, with the
@@ -102,6 +105,11 @@ class MTPConfig(_Options):
     def __post_init__(self) -> None:
         if self.drafts != "auto":
             _check_count("MTPConfig.drafts", self.drafts, "or 'auto', ")
+            if self.most > MOST_DRAFTS:
+                raise ConfigError(
+                    f"MTPConfig.drafts: expected at most {MOST_DRAFTS}, as each is one more run of the MTP layer in a "
+                    f"step's graph, came {self.drafts}. A layer trained to draft one token is rarely right past a few."
+                )
         _check_choice("MTPConfig.share_selection", self.share_selection, (None, False, True))
 
     @property
@@ -133,7 +141,8 @@ class DSAConfig(_Options):
         cache: how ``generate`` makes caches.
         select_budget: bytes of scores that a selection may hold at once.
         lowering: ``"inductor"``, or ``"eager"`` to run the rewritten graph as it is (tests, debugging).
-        mode: a mode of ``torch.compile`` such as ``"max-autotune"``; needs ``lowering="inductor"``.
+        mode: a mode of ``torch.compile`` such as ``"max-autotune"``; needs ``lowering="inductor"``. CUDA graphs, where
+            it has them, are of decode steps and drafts; each length of a prompt would be recorded anew.
         disable_passes: names of passes to leave out.
 
     Raises:

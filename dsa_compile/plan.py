@@ -103,6 +103,7 @@ def plan_of(
     if not isinstance(wanted, (str, type(None))):
         sources = tuple(_source(entry, i, with_indexer) for i, entry in enumerate(_of_length(wanted, layers)))
         plan = Plan(sources, wanted[0] == "previous_step")
+        mli = any(s not in (i, None) and i in plan.owners for i, s in enumerate(sources))
     else:
         parts = [part.strip() for part in (wanted or "own").split("+")]
         _check_parts(parts, wanted)
@@ -110,12 +111,13 @@ def plan_of(
         for part in parts:
             if part not in ("own", "mli"):
                 runs = _sharing(part, with_indexer, model_config)
-        plan = Plan(_late(runs) if "mli" in parts else _shared(runs))
+        mli = "mli" in parts
+        plan = Plan(_late(runs) if mli else _shared(runs))
     if plan.sources[0] not in (0, None):
         raise ConfigError(f"plan: layer 0 must own its selection, since none is before it; came {wanted!r}.")
     if layer0 == "serial":
         return plan
-    if not any(s not in (i, None) and i in plan.owners for i, s in enumerate(plan.sources)):
+    if not mli:
         raise ConfigError(f"layer0={layer0!r} is for plans with 'mli', whose layer 0 would wait; came plan={wanted!r}.")
     return Plan((None, *plan.sources[1:])) if layer0 == "dense" else Plan(plan.sources, previous_step=True)
 

@@ -5,7 +5,7 @@ in each process, before what it names is called.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,23 +17,23 @@ _programs: dict[str, GraphModule] = {}
 _compiled: dict[str, Callable[..., Any]] = {}
 
 
-def register(program: GraphModule, inputs: Sequence[Tensor], lowering: str) -> str:
+def register(program: GraphModule, inputs: Sequence[Tensor], how: str) -> str:
     """The name of a program of tensors that returns a tuple of one; one name for one text on inputs of one kind.
 
-    ``inputs``: fake ones. ``lowering``: of the graph that will name it, as of `DSAConfig`.
+    ``inputs``: fake ones. ``how`` the graph that will name it is compiled.
     """
     kinds = [(x.dtype, str(x.device), str(tuple(x.shape)), str(x.stride())) for x in inputs]
-    name = hashlib.sha256(f"{lowering} {program.code} {kinds}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{how} {program.code} {kinds}".encode()).hexdigest()[:16]
     _programs[name] = program
     return name
 
 
-def compile_program(name: str, inputs: Sequence[Tensor]) -> None:
+def compile_program(name: str, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> None:
     """Let Inductor compile a program while the graph that names it is compiled, for the same sizes.
 
-    ``inputs``: fake ones.
+    ``inputs``: fake ones. ``options``: settings of Inductor.
     """
-    _compiled[name] = compat.compile_part(_programs[name], [*inputs])
+    _compiled[name] = compat.compile_part(_programs[name], [*inputs], {**options})
 
 
 def run(name: str, inputs: Sequence[Tensor]) -> Tensor:

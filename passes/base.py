@@ -167,7 +167,7 @@ def set_value(node: Node) -> None:
         ),
         None,
     )
-    with torch.no_grad(), fake_mode or torch.no_grad():
+    with torch.no_grad(), compat.symbolic_dispatch(), fake_mode or torch.no_grad():
         if node.op == "call_method":
             node.meta["example_value"] = getattr(args[0], node.target)(*args[1:], **kwargs)  # type: ignore[arg-type]
         elif callable(node.target):

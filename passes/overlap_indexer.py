@@ -100,7 +100,8 @@ class OverlapIndexer(GraphPass):
         written = [n for n in inputs if any(n in _written_by(part) for part in body)]
         read = [n for n in inputs if n is not match.gate and n not in written]
         taken = [*written, match.gate, *read]
-        program = register(_program(body, taken), [value_of(n) for n in taken], context.config.lowering)
+        how = f"{context.config.lowering} {context.config.mode}"
+        program = register(_program(body, taken), [value_of(n) for n in taken], how)
         index_topk = arguments(match.select)["index_topk"]
         start = torch.ops.dsa.select_start.default
         started = emit(graph, match.gate.next, start, written, match.gate, read, program, index_topk)

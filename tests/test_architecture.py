@@ -47,7 +47,7 @@ MATHS = {
 
 def sources() -> dict[str, Path]:
     """Every module of the package by the name that it is imported as."""
-    files = [p for folder in ("", "bench", "cost") for p in (ROOT / "dsa_compile" / folder).glob("*.py")]
+    files = [p for folder in ("", "bench", "cli", "cost") for p in (ROOT / "dsa_compile" / folder).glob("*.py")]
     files += [p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")]
     return {module_name(p): p for p in files}
 

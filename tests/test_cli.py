@@ -51,8 +51,10 @@ def test_generate_drafts(checkpoint, monkeypatch):
 
 
 def test_explain_prints_the_tables(checkpoint):
-    result = run("explain", checkpoint, "--selector", "attention", "--index-topk", 128, "--context", 4096)
+    plan = ("--plan", "mli", "--layer0", "previous_step")
+    result = run("explain", checkpoint, "--selector", "attention", "--index-topk", 128, "--context", 4096, *plan)
     assert result.exit_code == 0, result.output
+    assert "LLLLLS" in result.stdout
     assert "layers.5" in result.stdout
     assert "1,152" in result.stdout
 
@@ -81,6 +83,10 @@ def test_explain_needs_no_weights(checkpoint, tmp_path):
             "--device: cannot use",
         ),
         (("generate", "{checkpoint}", "--prompt", "a", "--indexer", "no/such"), "found neither"),
+        (
+            ("generate", "{checkpoint}", "--prompt", "a", "--layer0", "last"),
+            "layer0: expected one of 'serial', 'dense'",
+        ),
         (("bench", "startup", "--layers", "1", "--out", "{empty}"), "--out: expected a file"),
         (("eval", "{checkpoint}", "--plan", "mli", "--texts", "no/such"), "no/such: cannot be read as text"),
         (("eval", "{checkpoint}", "--plan", "mli", "--texts", "{empty}", "--out", "{empty}"), "--out: expected a file"),
@@ -130,10 +136,11 @@ def test_plan_search_leaves_a_plan_a_picture_and_a_state_that_it_goes_on_from(me
 
 
 def test_eval_prints_and_writes_its_figures(measured, tmp_path):
-    result = run("eval", *measured, "--plan", "mli+share:1/2", "--needles", 1, "--out", tmp_path / "eval.json")
+    plan = ("--plan", "mli+share:1/2", "--layer0", "dense")
+    result = run("eval", *measured, *plan, "--needles", 1, "--out", tmp_path / "eval.json")
     assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "eval.json").read_text())
-    assert figures["plan"]["letters"] == "FLSLSS"
+    assert figures["plan"]["letters"] == "DLSLSS"
     assert figures["dense"]["recalled"] == figures["needles"] == 1
     for name in ("dense", "own", "plan"):
         assert f"{figures[name]['loss']:.4f}" in result.stdout

@@ -110,6 +110,8 @@ def test_fits_says_what_does(folder):
 def test_a_plan_and_fp8_make_room_and_what_does_not_fit_exits_with_1(folder):
     shared = run("plan", "fits", "--model", folder, "--context", 100, "--plan", "share:FSS")
     assert "272 B" in shared.stdout
+    late = run("plan", "fits", "--model", folder, "--context", 100, "--plan", "share:FSS", "--layer0", "dense")
+    assert "layer0='dense' is for plans with 'mli'" in late.stderr
     wide = json.loads((folder / "config.json").read_text()) | {"kv_lora_rank": 128}
     (folder / "config.json").write_text(json.dumps(wide))
     small = run("plan", "fits", "--model", folder, "--context", 100, "--cache-dtype", "fp8", "--index-dtype", "fp8")

@@ -209,6 +209,8 @@ def test_other_indexers_of_a_model_that_brings_its_own_reach_the_mtp_layer_where
     ("mtp", "text"),
     [
         ({"drafts": -1}, r"MTPConfig\.drafts: expected a whole number of at least 1, or 'auto', came -1"),
+        ({"drafts": 0}, r"MTPConfig\.drafts: expected a whole number of at least 1, or 'auto', came 0"),
+        ({"drafts": 17}, r"MTPConfig\.drafts: expected at most 16, as each is one more run .* came 17\."),
         ({"drafts": 1.5}, r"MTPConfig\.drafts: expected a whole number of at least 1, or 'auto', came 1\.5"),
         ({"share_selection": "yes"}, r"MTPConfig\.share_selection: expected one of None, False, True, came 'yes'"),
         ({"draft": 1}, r"MTPConfig: unknown option 'draft'; did you mean 'drafts'"),

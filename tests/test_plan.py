@@ -49,6 +49,12 @@ def test_the_first_layer_can_be_a_token_late():
     assert plan_of(["previous_step"], [True]).reuses
 
 
+@pytest.mark.parametrize(("wanted", "rest"), [("mli", "S"), ("mli+share:FSSS", "SSS")])
+def test_the_first_layer_need_not_wait_where_no_other_runs_an_indexer(wanted, rest):
+    assert letters(wanted, len(rest) + 1, layer0="dense") == f"D{rest}"
+    assert letters(wanted, len(rest) + 1, layer0="previous_step") == f"L{rest}"
+
+
 def test_the_last_indexer_is_dropped_under_mli_where_nobody_reads_it():
     assert plan_of("mli", [True] * 4).owners == {0, 1, 2}
     assert plan_of("mli+share:FSFS", [True] * 4).owners == {0, 2}

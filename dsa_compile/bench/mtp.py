@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from dsa_compile.api import optimize
 from dsa_compile.bench import timing
 from dsa_compile.bench.apart import apart
-from dsa_compile.cli import load
+from dsa_compile.cli.checkpoints import load
 from dsa_compile.models.preparation import trained_indexers
 from dsa_compile.needles import make_needles
 from dsa_compile.texts import encode
@@ -30,7 +30,11 @@ RUNS = 5
 
 @dataclass
 class Row:
-    """One way to generate. ``rate``: tokens a second of decoding, over the batch; ``refused``: why there is none."""
+    """One way to generate.
+
+    ``rate``: tokens a second of decoding, over the batch; ``refused``: why there is none. ``accept_length``: tokens
+    that a step gave a sequence; accepted drafts behind its end are none.
+    """
 
     way: str
     rate: float | None = None
@@ -129,9 +133,9 @@ def measured(setting: Setting, way: int | str) -> tuple[Row, Tensor]:
         for _ in range(WARM_UP):
             steps.clear()
             output = generate(setting.new_tokens)
-        decoded = setting.new_tokens - 1  # the first token comes from the prompt
+        decoded = setting.batch * (setting.new_tokens - 1)  # the first token of a sequence comes from its prompt
         drafted = getattr(output, "mtp", None)
-        row.accept_length = drafted.accept_length if drafted else decoded / (len(steps) - 1) if steps else 1.0
+        row.accept_length = decoded / (drafted.verified if drafted else len(steps) - 1 if steps else decoded)
         few = setting.new_tokens // 4  # what prompt and set-up take is in both, and so in no difference
         brief, full = (
             median(gpu.seconds(lambda n=n: generate(n)) for _ in range(RUNS))  # type: ignore[misc]

@@ -3,13 +3,15 @@
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from cases import left_padded, token_ids
+from cases import left_padded, optimized, token_ids
 from mtp import drafting, prepared
 
 import dsa_compile
 from dsa_compile import compat
 from dsa_compile.guard import Guard
 from dsa_compile.models.miniature import miniature
+from dsa_compile.models.mtp_step import Place
+from dsa_compile.sampling import Sampling
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 6}
 MODE = {"lowering": "inductor", "mode": "reduce-overhead"}
@@ -56,10 +58,14 @@ def written(gm):
                     yield from (x for x in pytree.tree_leaves(value) if getattr(x, "op", None) == "placeholder")
 
 
+def replayed(handed):
+    """The graphs that are to be CUDA graphs: all but the one of prompts."""
+    assert [patches["triton.cudagraphs"] for _, patches in handed] == [False] + [True] * (len(handed) - 1)
+    return [gm for gm, _ in handed[1:]]
+
+
 def assert_fit(handed):
-    assert handed
-    for gm, patches in handed:
-        assert patches["triton.cudagraphs"]
+    for gm in replayed(handed):
         pools = set(written(gm))
         assert pools
         for pool in pools:
@@ -68,6 +74,7 @@ def assert_fit(handed):
 
 def test_every_graph_of_drafting(device, handed):
     model = drafting("deepseek_v32", device, cache={"index_dtype": "fp8"}, **MODE)
+    model.set_experts_implementation("batched_mm")
     model.generate(token_ids(2, 5, device), **GREEDY)
     assert len(handed) == 3
     assert_fit(handed)
@@ -76,6 +83,7 @@ def test_every_graph_of_drafting(device, handed):
 @pytest.mark.slow
 def test_drafting_between_graphs(device, handed):
     model = drafting("deepseek_v3", device, **MODE)
+    model.set_experts_implementation("batched_mm")
     with pytest.warns(UserWarning, match="between them"):
         model.generate(token_ids(1, 5, device), **GREEDY, no_repeat_ngram_size=3)
     assert len(handed) == 4
@@ -89,6 +97,32 @@ def test_plain_decoding_with_kept_selections(device, handed):
     model.generate(token_ids(2, 9, device), **GREEDY)
     assert any(layer.kept is not None for layer in model.make_cache(1, 8).layers)
     assert_fit(handed)
+
+
+def test_all_tensors_of_a_step_are_on_the_device_of_the_model(handed):
+    model = drafting("deepseek_v32", torch.device("cpu"), drafts=2, **MODE).to("meta")
+    model.set_experts_implementation("batched_mm")
+    tokens, cache = torch.zeros(2, 3, dtype=torch.int64, device="meta"), model.make_cache(2, 32)
+    place = Place(tokens[:, 0], tokens[:, 0] == 0, tokens[:, 0])
+    sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2)
+    with torch.no_grad():
+        model.dsa_guard.graphs(3).step(
+            model, cache, tokens, place, sampling, torch.rand(2, 3, device="meta"), tokens.repeat(1, 8), tokens[:, 0]
+        )
+    ((gm, patches),) = handed
+    assert patches["triton.cudagraphs"]
+    values = pytree.tree_leaves([node.meta.get("example_value") for node in gm.graph.nodes])
+    assert {x.device.type for x in values if isinstance(x, torch.Tensor)} == {"meta"}
+
+
+def test_an_operator_that_waits_for_the_device_is_left_out_and_named(device, handed):
+    model = optimized("deepseek_v3", device, layers=2, **MODE)
+    cache, ids = model.make_cache(1, 16), token_ids(1, 5, device)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.warns(UserWarning, match=r"'reduce-overhead': a graph runs without.*'batched_mm'"):
+            model(ids[:, :1], past_key_values=cache)
+    assert [patches["triton.cudagraphs"] for _, patches in handed] == [False, False]
 
 
 @pytest.mark.parametrize("change", ["batch_select_indices", "batch_repeat_interleave", "offload"])

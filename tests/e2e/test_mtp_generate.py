@@ -168,9 +168,11 @@ def test_stop_strings_and_criteria_of_the_caller_end_a_sequence_inside_a_block(p
     ids = token_ids(1, LENGTH, device)
     free = plain.generate(ids, **ENDLESS, max_new_tokens=NEW)
     lucky(free, 0.9)
-    two = tokenizer.decode(free[0, LENGTH + 4 : LENGTH + 6])
+    six, two = (tokenizer.decode(free[0, LENGTH + start : LENGTH + 6]) for start in (0, 4))
+    assert model.dsa.drafts + 1 < 6
     for told in (
         {"stop_strings": [two], "tokenizer": tokenizer},
+        {"stop_strings": [six], "tokenizer": tokenizer},
         {"stopping_criteria": StoppingCriteriaList([Even()])},
         {"max_new_tokens": 6},
     ):

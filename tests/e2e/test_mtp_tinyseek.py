@@ -16,13 +16,17 @@ def checkpoint(pytestconfig):
     return pytestconfig.rootpath / "examples" / "tinyseek-4m"
 
 
-@pytest.fixture(scope="module")
-def batch(checkpoint, device):
-    """Three prompts of different lengths, padded on the left."""
+def prompts(checkpoint, device, rows=3):
+    """Prompts of different lengths, padded on the left."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    needles = make_needles(3, 150, count=lambda text: len(tokenizer(text).input_ids))
+    needles = make_needles(rows, 150, count=lambda text: len(tokenizer(text).input_ids))
     texts = [tokenizer.bos_token + n.prompt for n in needles]
     return tokenizer(texts, padding=True, return_tensors="pt").to(device)
+
+
+@pytest.fixture(scope="module")
+def batch(checkpoint, device):
+    return prompts(checkpoint, device)
 
 
 def load(checkpoint, device):
@@ -38,6 +42,15 @@ def want(checkpoint, batch, device):
 def test_tokens_are_those_of_plain_decoding(checkpoint, batch, want, device, drafts):
     model = dsa_compile.prepare(load(checkpoint, device), selector="dense", mtp={"drafts": drafts})
     assert torch.equal(model.generate(**batch, **GREEDY), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_other_batches_too(checkpoint, device, rows, drafts):
+    batch, mtp = prompts(checkpoint, device, rows), {"drafts": drafts}
+    plain, model = (dsa_compile.prepare(load(checkpoint, device), selector="dense", mtp=m) for m in (None, mtp))
+    assert torch.equal(model.generate(**batch, **GREEDY), plain.generate(**batch, **GREEDY))
 
 
 def test_it_takes_as_few_steps_as_transformers_own_drafting(checkpoint, batch, want, device, monkeypatch):

@@ -1,0 +1,27 @@
+"""What a user can mend, in one line."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Print what a user can mend in one line and exit with 2."""
+    from dsa_compile.errors import DSAError
+
+    try:
+        yield
+    except DSAError as error:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False)
+        raise typer.Exit(2) from None
+
+
+def check_out(out: Path | None, option: str = "--out") -> None:
+    from dsa_compile.errors import ConfigError
+
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise ConfigError(f"{option}: expected a file in a folder that exists, came {out}.")
