@@ -102,7 +102,7 @@ def test_any_sizes_err_no_more_than_everyday_code(sizes, dtype):
 
 def test_tf32_errs_no_more_than_tf32_of_everyday_code(allow_tf32):
     allow_tf32(True)
-    Case(dtype=FP32).check(most=2)  # Triton cuts what cuBLAS may round
+    Case(dtype=FP32).check(most=3)  # Triton cuts the bits that cuBLAS rounds: emulated, out errs 2.5 times as far
 
 
 @pytest.mark.parametrize("K", [None, 17])
@@ -133,11 +133,11 @@ def test_rows_that_see_nothing_give_zeros():
 
 def test_nan_reaches_the_loss_where_a_row_sees_it_and_nothing_where_none_does():
     case = Case()
-    for x in (*case.latent[:2], case.student[0].data, case.student[2].data):
+    plain = case.run()
+    for x in (*case.latent[:2], case.student[2].data):
         kept = x[-1, 299].clone()
-        x[-1, 299] = NAN  # nobody sees the last slots of this sequence; as a query it sees others
-        if x is not case.student[0].data:
-            assert case.run()[1].isfinite()
+        x[-1, 299] = NAN  # nobody sees the last slots of this sequence
+        assert all(map(torch.equal, case.run(), plain))
         x[-1, 299] = kept
     for x in (case.q.transpose(1, 2), *case.latent[:2], *(x.data for x in case.student)):
         kept = x[0, 100].clone()
@@ -167,7 +167,7 @@ def test_keys_of_another_dtype_are_multiplied_in_that_of_the_queries():
     mixed = case.run()
     assert mixed[4].dtype == FP32
     assert torch.equal(mixed[1], plain[1])
-    assert torch.equal(mixed[4].bfloat16(), plain[4])
+    torch.testing.assert_close(plain[4].float(), mixed[4], rtol=2**-7, atol=0)  # rounded to bfloat16 twice
 
 
 def test_what_no_kernel_serves_is_served_by_the_reference_which_says_so():
