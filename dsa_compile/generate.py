@@ -182,7 +182,8 @@ def _decode(
 
 def _resized(tokens: Tensor, width: int) -> Tensor:
     """A copy of tokens [B, W] for a step of another width; a draft that was not made is token 0, as good as any."""
-    return torch.nn.functional.pad(tokens[:, :width], (0, max(width - tokens.shape[1], 0))).clone()
+    missing = width - tokens.shape[1]
+    return torch.nn.functional.pad(tokens, (0, missing)) if missing > 0 else tokens[:, :width].clone()
 
 
 def _alive(progress: Progress, device: torch.device) -> Tensor:

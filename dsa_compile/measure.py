@@ -29,10 +29,10 @@ class Run:
     accept_length: float | None
 
 
-class _Clock(BaseStreamer):
-    """Takes the time of the prompt and of every token."""
+class Clock(BaseStreamer):
+    """Takes the time of the prompt and of every token; ``advance`` is called for each."""
 
-    def __init__(self, advance: Callable[[], None]) -> None:
+    def __init__(self, advance: Callable[[], object] = lambda: None) -> None:
         self.marks: list[float] = []
         self.advance = advance
 
@@ -49,7 +49,7 @@ def timed_generate(model: Any, ids: Tensor, max_new_tokens: int, *, progress: bo
     """Generate from ``ids`` [B, T] and time prefill and decode; ``arguments`` go to ``model.generate``."""
     with Progress(console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("generating", total=max_new_tokens)
-        clock = _Clock(lambda: bar.advance(task))
+        clock = Clock(lambda: bar.advance(task))
         output = model.generate(
             ids, max_new_tokens=max_new_tokens, streamer=clock, return_dict_in_generate=True, **arguments
         )

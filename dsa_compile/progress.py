@@ -56,19 +56,19 @@ class Progress:
 
     def _stream(self) -> None:
         """Hand out the columns that every sequence has, or has ended before, as transformers does."""
-        longest = max(map(len, self.tokens))
-        while self._streamed < longest and all(
+        while self._streamed < max(map(len, self.tokens)) and all(
             end or len(tokens) > self._streamed for tokens, end in zip(self.tokens, self.finished)
         ):
-            self.streamer.put(self._columns(longest)[:, self._streamed])
+            self.streamer.put(self._columns(self._streamed, self._streamed + 1)[:, 0])
             self._streamed += 1
 
-    def _columns(self, width: int) -> Tensor:
-        return torch.tensor([tokens + [self._pad] * (width - len(tokens)) for tokens in self.tokens])
+    def _columns(self, start: int, end: int) -> Tensor:
+        rows = (tokens[start:end] for tokens in self.tokens)
+        return torch.tensor([row + [self._pad] * (end - start - len(row)) for row in rows])
 
     def sequences(self) -> Tensor:
         """int64[B, T] of prompts and new tokens, padded behind the end."""
-        return torch.cat([self.input_ids, self._columns(max(map(len, self.tokens))).to(self.input_ids)], 1)
+        return torch.cat([self.input_ids, self._columns(0, max(map(len, self.tokens))).to(self.input_ids)], 1)
 
 
 def is_length_or_eos(criterion: Any) -> bool:

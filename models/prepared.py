@@ -65,9 +65,11 @@ class PreparedModel:
     def make_cache(self, batch_size: int = 1, capacity: int | None = None) -> DSACache:
         """An empty cache for this model, on its device and in its dtype where ``CacheConfig`` names no other.
 
-        ``capacity``: slots per sequence; None takes ``CacheConfig.capacity``, else the model's context length.
+        ``capacity``: slots per sequence; None takes ``CacheConfig.capacity``, else the model's context length, and room
+        for drafts behind it.
         """
-        capacity = capacity or self.dsa.config.cache.capacity or self.config.max_position_embeddings  # type: ignore[attr-defined]
+        context: int = self.config.max_position_embeddings  # type: ignore[attr-defined]
+        capacity = capacity or self.dsa.config.cache.capacity or context + self.dsa.draft_slots
         return DSACache(
             self.dsa.dims,
             batch_size=batch_size,

@@ -2,12 +2,14 @@
 
 import json
 import os
+import time
 
 import pytest
 import torch
 from stopwatch import Cpu, bench
 
 from dsa_compile.bench import plan, timing
+from dsa_compile.bench.apart import side_by_side, turn
 from dsa_compile.bench.plan import IN_TURN, ONCE, Row, Setting, hiding
 from dsa_compile.models.miniature import miniature
 
@@ -21,9 +23,11 @@ def tiny(monkeypatch):
             return miniature("deepseek_v32", num_hidden_layers=layers, first_k_dense_replace=0 if experts else layers)
 
     monkeypatch.setattr(timing, "Gpu", Cpu)
-    monkeypatch.setattr(plan, "apart", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(plan, "side_by_side", lambda function, calls: [function(*arguments) for arguments in calls])
     monkeypatch.setattr(plan, "SLICES", {"deepseek_v32": Tiny()})
-    monkeypatch.setattr(plan, "optimize", lambda model, **options: optimize(model, lowering="eager", **options))
+    monkeypatch.setattr(
+        plan, "optimize", lambda model, **options: optimize(model, **options | {"lowering": "eager", "mode": None})
+    )
 
 
 optimize = plan.optimize
@@ -58,7 +62,7 @@ def test_a_plan_that_does_not_fit_is_said_so(tiny, monkeypatch):
 
 def test_what_is_hidden_is_told_from_what_is_left_out():
     """Ten layers of 10 us beside an indexer of 6: MLI runs one alone, eight of which it hides half, and drops one."""
-    setting = Setting("deepseek_v32", 10, 1, False, (100,))
+    setting = Setting("deepseek_v32", 10, 1, False, (100,), "default")
     times = {"own": 160.0, ONCE: 106.0, "mli": 100 + 6 + 8 * 3.0}
     rows = [Row(name, us={100: us}) for name, us in times.items()]
     found = hiding(rows, setting, 100)
@@ -80,5 +84,24 @@ def test_bad_input_is_named(tiny, wrong, said):
     assert said in " ".join(result.output.split())
 
 
-def test_every_plan_has_a_process_of_its_own():
-    assert len({os.getpid(), plan.apart(os.getpid), plan.apart(os.getpid)}) == 3
+def prepared(seconds):
+    time.sleep(seconds)
+    ready = time.monotonic()
+    if seconds == 0:
+        raise ValueError("no room")
+    with turn():
+        begun = time.monotonic()
+        time.sleep(0.1)
+        return os.getpid(), ready, begun, time.monotonic()
+
+
+def test_plans_are_timed_one_by_one_when_all_are_compiled():
+    pids, ready, begun, ended = zip(*side_by_side(prepared, [(0.1,), (0.5,)]))
+    assert len({os.getpid(), *pids}) == 3
+    assert max(ready) <= min(begun)
+    assert min(ended) <= max(begun)
+
+
+def test_a_plan_that_fails_before_its_turn_lets_the_others_go_on():
+    with pytest.raises(ValueError, match="no room"):
+        side_by_side(prepared, [(0,), (0.1,)])

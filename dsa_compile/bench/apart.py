@@ -1,11 +1,16 @@
 """Measurements that leave nothing behind."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier, Lock
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_met: tuple[Barrier, Lock] | None = None
+"""In a process of `side_by_side` that was not in its turn yet: where all meet, and who has the device."""
 
 
 def apart(function: Callable[..., T], *arguments: Any) -> T:
@@ -13,5 +18,39 @@ def apart(function: Callable[..., T], *arguments: Any) -> T:
 
     On an H200 a whole step took 9 % longer in a process in which a plan had run on two streams before.
     """
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
+    (result,) = side_by_side(function, [arguments])
+    return result
+
+
+def side_by_side(function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
+    """Call it with each of ``calls``, each in a process of its own: what precedes `turn` runs at once."""
+    context = get_context("spawn")
+    meet = context.Barrier(len(calls)), context.Lock()
+    with ProcessPoolExecutor(len(calls), context, initializer=_begin, initargs=meet) as pool:
+        return [future.result() for future in [pool.submit(_call, function, arguments) for arguments in calls]]
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """Within it nobody else of `side_by_side` uses the device; to be entered once."""
+    global _met
+    if _met is None:
+        yield
+        return
+    (barrier, lock), _met = _met, None
+    barrier.wait()
+    with lock:
+        yield
+
+
+def _begin(barrier: Barrier, lock: Lock) -> None:
+    global _met
+    _met = barrier, lock
+
+
+def _call(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    try:
+        return function(*arguments)
+    finally:
+        with turn():  # where the call did not get so far: the others wait for it
+            pass

@@ -18,6 +18,7 @@ from dsa_compile.api import optimize
 from dsa_compile.bench import timing
 from dsa_compile.bench.apart import apart
 from dsa_compile.cli.checkpoints import load
+from dsa_compile.measure import Clock
 from dsa_compile.models.preparation import trained_indexers
 from dsa_compile.needles import make_needles
 from dsa_compile.texts import encode
@@ -124,24 +125,22 @@ def measured(setting: Setting, way: int | str) -> tuple[Row, Tensor]:
         capacity = inputs["input_ids"].shape[1] + setting.new_tokens + model.dsa.draft_slots
         cache = arguments["past_key_values"] = model.make_cache(setting.batch, capacity)
 
-    def generate(new_tokens: int) -> Any:
+    def generate() -> tuple[Any, float]:
+        """The output, and seconds from the first new token to the last: what the prompt takes varies by more."""
         if cache is not None:
             cache.reset()
-        return model.generate(**inputs, **arguments, max_new_tokens=new_tokens)
+        steps.clear()
+        clock = Clock()
+        output = model.generate(**inputs, **arguments, max_new_tokens=setting.new_tokens, streamer=clock)
+        return output, clock.marks[-1] - clock.marks[1]
 
     try:
         for _ in range(WARM_UP):
-            steps.clear()
-            output = generate(setting.new_tokens)
+            output, _ = generate()
         decoded = setting.batch * (setting.new_tokens - 1)  # the first token of a sequence comes from its prompt
         drafted = getattr(output, "mtp", None)
         row.accept_length = decoded / (drafted.verified if drafted else len(steps) - 1 if steps else decoded)
-        few = setting.new_tokens // 4  # what prompt and set-up take is in both, and so in no difference
-        brief, full = (
-            median(gpu.seconds(lambda n=n: generate(n)) for _ in range(RUNS))  # type: ignore[misc]
-            for n in (few, setting.new_tokens)
-        )
-        row.rate = setting.batch * (setting.new_tokens - few) / (full - brief)
+        row.rate = decoded / median(generate()[1] for _ in range(RUNS))
         return row, output.sequences.cpu()
     except torch.OutOfMemoryError:
         return Row(row.way, refused="out of memory"), torch.empty(0)

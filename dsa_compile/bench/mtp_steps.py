@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dsa_compile.api import optimize
 from dsa_compile.bench import timing
 from dsa_compile.bench.apart import apart
-from dsa_compile.bench.plan_slice import SLICES, Setting, check_slices, fill, held
+from dsa_compile.bench.plan_slice import SLICES, TUNED, Setting, check_slices, fill, held
 from dsa_compile.config import CacheConfig, MTPConfig
 from dsa_compile.cost.speculation import expected_tokens
 from dsa_compile.models.family import family_of
@@ -57,6 +57,7 @@ def mtp_steps(
     drafts: Sequence[int] = (0, 1, 2, 3),
     layers: int = 32,
     experts: bool = False,
+    mode: str = TUNED,
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Time steps in CUDA graphs on the current GPU, and print a table for each slice and batch.
@@ -65,7 +66,7 @@ def mtp_steps(
     none is plain decoding, without an MTP layer; it always runs.
 
     Args:
-        slices: of `SLICES`. contexts: tokens of each sequence, the last one included.
+        slices: of `SLICES`. contexts: tokens of each sequence, the last one included. mode: of ``torch.compile``.
         out: a JSON file for the figures, written after each row.
 
     Returns:
@@ -79,7 +80,7 @@ def mtp_steps(
     figures: dict[str, Any] = {"device": gpu.name, "torch": torch.__version__, "settings": [], "wrong": []}
     counts = tuple(sorted({0, *drafts}))
     for name, batch in ((name, batch) for name in slices for batch in batches):
-        setting, rows = DraftSetting(name, layers, batch, experts, tuple(sorted(contexts)), counts), list[Row]()
+        setting, rows = DraftSetting(name, layers, batch, experts, tuple(sorted(contexts)), mode, counts), list[Row]()
         figures["settings"].append(entry := {**asdict(setting), "rows": []})
         plain = torch.empty(0)
         for count in counts:
@@ -109,7 +110,7 @@ def measured(setting: DraftSetting, drafts: int) -> tuple[Row, Tensor]:
     try:
         model = SLICES[setting.slice].model(setting.layers, setting.experts, gpu.device)
         mtp = MTPConfig(drafts=drafts, module=random_layer(model)) if drafts else None
-        optimize(model, mtp=mtp, cache=CacheConfig(index_dtype="fp8"))
+        optimize(model, mtp=mtp, mode=setting.mode, cache=CacheConfig(index_dtype="fp8"))
         cache = model.make_cache(setting.batch, longest + 2 * max(setting.drafts))
         fill(cache)
         lengths = held(cache, longest - 1)

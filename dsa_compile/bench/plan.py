@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dsa_compile.api import optimize
 from dsa_compile.bench import timing
-from dsa_compile.bench.apart import apart
-from dsa_compile.bench.plan_slice import SLICES, Setting, check_slices, fill, held
+from dsa_compile.bench.apart import side_by_side, turn
+from dsa_compile.bench.plan_slice import SLICES, TUNED, Setting, check_slices, fill, held
 from dsa_compile.config import CacheConfig
 from dsa_compile.errors import ConfigError
 from dsa_compile.lowering.select_overlap.streams import in_turn
@@ -50,6 +50,8 @@ def plan(
     plans: Sequence[str] = PLANS,
     layers: int = 32,
     experts: bool = False,
+    mode: str = TUNED,
+    at_once: int = 1,
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Time decode steps in CUDA graphs on the current GPU, and print a table for each slice and batch.
@@ -59,6 +61,9 @@ def plan(
 
     Args:
         slices: of `SLICES`. contexts: tokens of each sequence, that of the step included.
+        mode: of ``torch.compile``, for all plans.
+        at_once: plans that compile side by side, once the first has filled Inductor's caches; each holds a model and a
+            cache. They are timed one after another.
         out: a JSON file for the figures, written after each plan.
 
     Returns:
@@ -70,22 +75,24 @@ def plan(
     check_slices(slices, list(SLICES))
     for wanted in plans:
         check_name(wanted)
-    if layers < 3 or min(batches) < 1 or min(contexts) < 2:
+    if layers < 3 or min(batches) < 1 or min(contexts) < 2 or at_once < 1:
         raise ConfigError(
-            f"bench plan: expected at least 3 layers, 1 sequence and 2 tokens, came {layers}, {min(batches)} and "
-            f"{min(contexts)}."
+            f"bench plan: expected at least 3 layers, 1 sequence, 2 tokens and 1 plan at once, came {layers}, "
+            f"{min(batches)}, {min(contexts)} and {at_once}."
         )
     gpu, progress = timing.Gpu(), Console(stderr=True)
     figures: dict[str, Any] = {"device": gpu.name, "torch": torch.__version__, "settings": [], "wrong": []}
     for name, batch in ((name, batch) for name in slices for batch in batches):
-        setting, rows = Setting(name, layers, batch, experts, tuple(sorted(contexts))), list[Row]()
+        setting, rows = Setting(name, layers, batch, experts, tuple(sorted(contexts)), mode), list[Row]()
         logits: dict[str, Tensor] = {}
         figures["settings"].append(entry := {**asdict(setting), "rows": []})
-        for wanted in dict.fromkeys(("own", ONCE, "mli", IN_TURN, *plans)):
-            progress.print(f"{setting.title}: {wanted}", style="dim")
-            row, logits[wanted] = apart(measured, setting, wanted)
-            rows.append(row)
-            entry["rows"].append(asdict(row))
+        first, *others = dict.fromkeys(("own", ONCE, "mli", IN_TURN, *plans))
+        for group in [first], *(others[i : i + at_once] for i in range(0, len(others), at_once)):
+            progress.print(f"{setting.title}: {', '.join(group)}", style="dim")
+            for row, output in side_by_side(measured, [(setting, wanted) for wanted in group]):
+                rows.append(row)
+                entry["rows"].append(asdict(row))
+                logits[row.plan] = output
             entry["hidden"] = {
                 context: asdict(found) for context in contexts if (found := hiding(rows, setting, context))
             }
@@ -109,7 +116,7 @@ def measured(setting: Setting, wanted: str) -> tuple[Row, Tensor]:
     try:
         model = SLICES[setting.slice].model(setting.layers, setting.experts, gpu.device)
         with warnings.catch_warnings(action="ignore"):  # of reuse: random weights have no quality to lose
-            optimize(model, **options, cache=CacheConfig(index_dtype="fp8"))
+            optimize(model, **options, mode=setting.mode, cache=CacheConfig(index_dtype="fp8"))
         row.indexers = len(model.dsa.plan.owners)
         cache = model.make_cache(setting.batch, longest)
         fill(cache)
@@ -124,10 +131,11 @@ def measured(setting: Setting, wanted: str) -> tuple[Row, Tensor]:
             recording = gpu.record(step, [(ids,)])
         row.compile_s = time.perf_counter() - start
         logits = []
-        for context in setting.contexts:
-            lengths[0].fill_(context - 1)
-            row.us[context] = gpu.time(recording).median
-            logits.append(recording.outputs[0][0].cpu())
+        with turn():
+            for context in setting.contexts:
+                lengths[0].fill_(context - 1)
+                row.us[context] = gpu.time(recording).median
+                logits.append(recording.outputs[0][0].cpu())
         return row, torch.stack(logits)
     except torch.OutOfMemoryError:
         row.refused = "out of memory"

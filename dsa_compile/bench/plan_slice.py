@@ -14,6 +14,8 @@ from dsa_compile.errors import ConfigError
 from dsa_compile.lowering.fp8_keys import quantise
 
 LOCAL_EXPERTS = 32
+TUNED = "max-autotune-no-cudagraphs"
+"""The mode of ``torch.compile`` that is fastest in a decode step; the graph is the benchmark's own."""
 _COMMON: dict[str, Any] = {
     "vocab_size": 1024,
     "index_topk": 2048,
@@ -92,11 +94,12 @@ class Setting:
     batch: int
     experts: bool
     contexts: tuple[int, ...]
+    mode: str
 
     @property
     def title(self) -> str:
         mlp = f"{LOCAL_EXPERTS} experts" if self.experts else "a dense MLP"
-        return f"{self.slice}, {self.layers} layers with {mlp}, batch {self.batch}"
+        return f"{self.slice}, {self.layers} layers with {mlp}, batch {self.batch}, {self.mode}"
 
 
 def check_slices(names: Sequence[str], known: Sequence[str]) -> None:

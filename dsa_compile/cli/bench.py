@@ -68,11 +68,14 @@ def bench_plan(
     plan: Annotated[list[str] | None, typer.Option(help="A selection plan; repeat for several.")] = None,
     layers: Annotated[int, typer.Option(help="Layers of the slice.", min=3)] = 32,
     experts: Annotated[bool, typer.Option(help="32 real experts a layer instead of a dense MLP.")] = False,
+    mode: Annotated[str | None, typer.Option(help="Of torch.compile. Default: max-autotune-no-cudagraphs.")] = None,
+    at_once: Annotated[int, typer.Option(help="Plans that compile side by side.", min=1)] = 1,
     out: Out = None,
 ) -> None:
     """Time decode steps of a slice of a large model under selection plans; exits with 1 if overlap changes a bit."""
-    given = {"slices": slice, "batches": batch, "contexts": context, "plans": plan}
-    _bench("plan", out, layers=layers, experts=experts, **{name: value for name, value in given.items() if value})
+    given = {"slices": slice, "batches": batch, "contexts": context, "plans": plan, "mode": mode}
+    given = {name: value for name, value in given.items() if value}
+    _bench("plan", out, layers=layers, experts=experts, at_once=at_once, **given)
 
 
 @app.command("mtp")
@@ -86,14 +89,14 @@ def bench_mtp(
     drafts: Annotated[list[int] | None, typer.Option(help="Drafts a step; repeat for several.", min=0)] = None,
     new_tokens: Annotated[int | None, typer.Option(help="Tokens to generate. Default: 128.", min=8)] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the checkpoint. Default: float32.")] = None,
-    mode: Annotated[str | None, typer.Option(help="Of torch.compile. Default: reduce-overhead.")] = None,
+    mode: Annotated[str | None, typer.Option(help="Of torch.compile. Default: its fastest one.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of the slice. Default: 32.", min=1)] = None,
     experts: Annotated[bool | None, typer.Option(help="32 real experts a layer of the slice, or a dense MLP.")] = None,
     out: Out = None,
 ) -> None:
     """Time generation by drafts, or the steps of a large model's slice, on a GPU; exits with 1 if tokens differ."""
-    shared = {"batches": batch, "contexts": context, "drafts": drafts}
-    generating = {"new_tokens": new_tokens, "dtype": dtype, "mode": mode}
+    shared = {"batches": batch, "contexts": context, "drafts": drafts, "mode": mode}
+    generating = {"new_tokens": new_tokens, "dtype": dtype}
     stepping = {"layers": layers, "experts": experts}
     with one_line_errors():
         _check_one_way(checkpoint, slice, stepping if checkpoint else generating)

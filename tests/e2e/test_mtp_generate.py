@@ -282,6 +282,11 @@ def test_a_cache_without_room_for_drafts_is_refused_before_anything_is_written(m
     )
 
 
+def test_a_cache_of_the_context_length_has_room_for_drafts_behind_it(plain, model):
+    assert plain.make_cache().capacity == plain.config.max_position_embeddings
+    assert model.make_cache().capacity == plain.config.max_position_embeddings + 2 * model.dsa.drafts - 1
+
+
 def test_an_interrupted_call_leaves_the_cache_as_the_prompt_did(model, device, monkeypatch):
     def stop(*args):
         raise KeyboardInterrupt
