@@ -1,6 +1,7 @@
 """`warmup`: indexers for a frozen model, by distillation (DeepSeek-V3.2 report, section 2.2)."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,16 +118,22 @@ class _Trainer(Trainer):
     """Stops at the first loss that is no number, before it reaches a weight."""
 
     divergences: Sequence[float] = ()
+    _layers: Tensor
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(*args, **kwargs)
+        self.divergences = self._layers.tolist()  # behind backward: the device has all its work before the host waits
+        student: Any = self.model
+        broken = [i for i, nats in zip(student.taught, self.divergences) if not math.isfinite(nats)]
+        if broken:
+            raise _stopped(self.state.global_step + 1, f"the divergence of layers {broken} is not", self.args)
+        return loss
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         outputs = model(**inputs)
-        self.divergences = outputs["layers"].tolist()
-        student: Any = self.model
-        broken = [i for i, finite in zip(student.taught, outputs["layers"].isfinite().tolist()) if not finite]
-        if broken:
-            raise _stopped(self.state.global_step + 1, f"the divergence of layers {broken} is not", self.args)
+        self._layers = outputs["layers"]
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -140,8 +147,9 @@ class _Finite(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         student: Any = kwargs["model"]
-        finite = torch.stack([p.isfinite().all() for p in student.parameters()]).tolist()
-        broken = [name for (name, _), good in zip(student.named_parameters(), finite) if not good]
+        if torch.nn.utils.get_total_norm(student.parameters()).isfinite():
+            return
+        broken = [name for name, p in student.named_parameters() if not p.isfinite().all()]
         if broken:
             raise _stopped(state.global_step, f"the weights {', '.join(broken)} are not", args)
 

@@ -37,6 +37,17 @@ def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
     return seen
 
 
+@pytest.fixture
+def allow_tf32():
+    """Lets products of float32 run in TF32, or not, until the test ends."""
+
+    def allow(allowed: bool) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+    yield allow
+    allow(False)
+
+
 @pytest.fixture(autouse=True)
 def _fresh(request):
     """Tests marked ``shared_graphs`` keep what others of their module compiled."""

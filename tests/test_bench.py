@@ -213,7 +213,7 @@ def test_the_last_queries_see_all_before_them():
     assert causal_tail(2, 3, 5, torch.device("cpu")).tolist() == [[[[0, 3], [0, 4], [0, 5]]]] * 2
 
 
-@pytest.mark.parametrize("name", ["attention", "indexer", "topk", "select"])
+@pytest.mark.parametrize("name", ["attention", "indexer", "topk", "select", "warmup"])
 def test_what_cannot_work_is_one_line_and_exit_code_2(name, monkeypatch):
     monkeypatch.setattr(timing, "Gpu", GPU)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

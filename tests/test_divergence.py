@@ -7,10 +7,10 @@ from cases import V32
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsa_compile import divergence
 from dsa_compile.divergence import taught_attention
 from dsa_compile.lowering.mla.reference import expand_keys, mla
 from dsa_compile.lowering.select.reference import index_scores, select
+from dsa_compile.lowering.teach import reference
 
 B, H, T, N, P, R, V, HI, DI = 2, 3, 13, 4, 2, 5, 6, 2, 4
 SCALE, INDEX_SCALE = 0.7, DI**-0.5
@@ -54,7 +54,7 @@ def naive(q, c_kv, k_pe, kv_b_weight, visible, topk, *student):
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("budget", [1, 1 << 12, 1 << 30])
 def test_loss_output_and_gradients_are_those_of_the_definition_in_any_chunks(inputs, budget, sparse, monkeypatch):
-    monkeypatch.setitem(divergence.ROW_BUDGET, inputs[0].device.type, budget)
+    monkeypatch.setitem(reference.ROW_BUDGET, inputs[0].device.type, budget)
     visible, student = inputs[4], inputs[6:]
     topk = select(*(x.detach() for x in student), visible, None, 4, INDEX_SCALE, 1 << 20) if sparse else None
     inputs = (*inputs[:5], topk, *student)
@@ -120,5 +120,5 @@ def test_a_layer_of_deepseek_v3_at_4096_tokens_adds_less_than_6_gib():
         before, peak.elements = peak.bytes, 0
         _, loss = taught_attention(q, c_kv, k_pe, weight, visible, None, *student, V32.qk_nope_head_dim, 0.1, 0.1)
         loss.backward()
-    assert divergence.ROW_BUDGET["cuda"] / 2 < peak.bytes - before < 6 << 30
+    assert reference.ROW_BUDGET["cuda"] / 2 < peak.bytes - before < 6 << 30
     assert peak.elements < heads * tokens * tokens / 16

@@ -54,6 +54,12 @@ def select(case: Cases = None, out: Out = None) -> None:
     _bench("select", out, names=case or None)
 
 
+@app.command()
+def warmup(case: Cases = None, out: Out = None) -> None:
+    """Check what an indexer learns of a layer against float64 on a GPU, then time it; exits with 1 if it is wrong."""
+    _bench("warmup", out, names=case or None)
+
+
 @app.command("plan")
 def bench_plan(
     slice: Annotated[list[str] | None, typer.Option(help="deepseek_v32 or glm_moe_dsa; repeat for several.")] = None,

@@ -38,7 +38,8 @@ class Call:
 class Config:
     """One way to compile the kernel: tiles of ``keys`` by ``columns``, heads of one query or of several.
 
-    ``registers``: most of a thread, so that more programs fit; None: as many as it takes.
+    ``registers``: most of a thread, so that more programs fit; None: as many as it takes. ``precision``: of products of
+    float32 values.
     """
 
     columns: int
@@ -46,15 +47,16 @@ class Config:
     warps: int
     stages: int
     registers: int | None = None
+    precision: str = "ieee"
 
     def queries(self, call: Call, most: int) -> int:
         """Query rows that a program takes together, at most ``most``."""
         rows = min(self.columns // _head_block(call), power_of_two(call.queries), 1 << max(0, most.bit_length() - 1))
         return max(1, rows)
 
-    def constants(self, call: Call, queries: int) -> dict[str, int]:
+    def constants(self, call: Call, queries: int) -> dict[str, int | str]:
         """The kernel's compile-time arguments and options for programs of ``queries`` rows."""
-        options = {"num_warps": self.warps, "num_stages": self.stages}
+        options: dict[str, int | str] = {"num_warps": self.warps, "num_stages": self.stages}
         if self.registers is not None:
             options["maxnreg"] = self.registers
         return options | {
@@ -65,6 +67,7 @@ class Config:
             "BLOCK_H": max(_head_block(call), FEWEST_COLUMNS // queries),
             "BLOCK_D": max(32 if call.fp8 else 16, power_of_two(call.dim)),
             "STAGES": self.stages,
+            "PRECISION": self.precision,
         }
 
 

@@ -116,7 +116,7 @@ def score(
     first_row: int,
     blocks: range,
     splits: int,
-    constants: dict[str, int],
+    constants: dict[str, int | str],
 ) -> None:
     """Write the scores of ``blocks`` to scores float32[rows, S], whose row 0 is row ``first_row`` of the call.
 

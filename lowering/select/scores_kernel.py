@@ -58,6 +58,7 @@ def score(
     PAGE: tl.constexpr,
     FAR: tl.constexpr,
     EARLY: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Scores of QUERIES rows of one sequence, every ``splits``-th tile of BLOCK_N keys.
 
@@ -120,7 +121,7 @@ def score(
                 keys = tl.load(KEYS + offset[:, None] + columns[None, :])
             else:
                 keys = tl.load(KEYS + offset[:, None] + columns[None, :], mask=(columns < DI)[None, :], other=0.0)
-            products = tl.dot(keys, tl.trans(factor), input_precision="ieee")
+            products = tl.dot(keys, tl.trans(factor), input_precision=PRECISION)
             if FP8:  # twice relu(x), at twice the rate of a comparison; of codes no product is infinite
                 weighed = (products + tl.abs(products)) * w[None, :]
             else:
