@@ -108,8 +108,9 @@ def launch(
     B, T, width = call.batch, call.tokens, -(-call.tokens // ALIGNMENT) * ALIGNMENT
     with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
         kv = F.linear(c_kv.to(q.dtype), kv_b_weight.to(q.dtype))
-        teacher = [_rows_of(x) for x in (q, kv, k_pe.to(q.dtype))]
-        student = [_rows_of(x.detach()) for x in (index_q, index_weights, index_keys.to(index_q.dtype))]
+        teacher = [_factor(x) for x in (q, kv, k_pe.to(q.dtype))]
+        index_rows = _factor(index_q.detach()), _factor(index_keys.detach().to(index_q.dtype))
+        student = index_rows[0], _rows_of(index_weights.detach()), index_rows[1]
         visible, out = visible.contiguous(), q.new_empty(B, T, H, V)
         losses = q.new_zeros(B, T, dtype=torch.float32)
         index_q_grad = torch.empty_like(index_q, memory_format=torch.contiguous_format)
@@ -328,6 +329,17 @@ def column_gradients(
 def _strides(operands: Teacher | Student) -> list[int]:
     """Of each in all but its last dimension."""
     return [stride for x in operands for stride in x.stride()[:-1]]
+
+
+def _factor(x: Tensor) -> Tensor:
+    """``x`` as a kernel multiplies it: contiguous in its last dimension, and where it is cut to TF32 rounded to that.
+
+    Bits that are cut make every product too small, and p and softmax(I) too flat.
+    """
+    if x.dtype != torch.float32 or configs.precision() != "tf32":
+        return _rows_of(x)
+    cut = x.contiguous().view(torch.int32)
+    return torch.where(x.isfinite(), (cut + (1 << 12)).bitwise_and_(-1 << 13).view(torch.float32), x)
 
 
 def _rows_of(x: Tensor) -> Tensor:

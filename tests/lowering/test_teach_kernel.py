@@ -102,7 +102,7 @@ def test_any_sizes_err_no_more_than_everyday_code(sizes, dtype):
 
 def test_tf32_errs_no_more_than_tf32_of_everyday_code(allow_tf32):
     allow_tf32(True)
-    Case(dtype=FP32).check(most=3)  # Triton cuts the bits that cuBLAS rounds: emulated, out errs 2.5 times as far
+    Case(dtype=FP32).check(most=2)  # of p and of gradients Triton cuts the bits that cuBLAS rounds
 
 
 @pytest.mark.parametrize("K", [None, 17])
