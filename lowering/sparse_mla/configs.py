@@ -127,13 +127,13 @@ def block(width: int) -> int:
     return max(16, power_of_two(width))
 
 
-def merge_constants(call: Call, splits: int) -> dict[str, int]:
+def merge_constants(heads: int, rank: int, splits: int) -> dict[str, int]:
     """The merging kernel's compile-time arguments: 128 values a thread."""
-    rows, columns = power_of_two(splits), block(call.rank)
+    rows, columns = power_of_two(splits), block(rank)
     warps = max(1, min(8, rows * columns // 4096))
     return {
-        "H": call.heads,
-        "R": call.rank,
+        "H": heads,
+        "R": rank,
         "SPLITS": splits,
         "BLOCK_S": rows,
         "BLOCK_R": columns,

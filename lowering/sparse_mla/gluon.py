@@ -14,8 +14,10 @@ CONFIG = Config(heads=64, keys=64, warps=16, stages=2)
 CAPABILITY = (9, 0)
 ALIGNED = 16
 """Bytes at a time that latent rows are copied in, and elements that strides are multiples of."""
-REGISTERS = {"MIXER_REGISTERS": 160, "GATHER_REGISTERS": 32}
-"""Of a thread; a mixer's are 128 sums and what it takes to add to them. The scoring warpgroup gets the rest of 512."""
+MIXER_REGISTERS = 160
+"""Of a thread: 128 sums and what it takes to add to them."""
+SCORE_REGISTERS = {False: 160, True: 128}
+"""The latter where rows are fp8. What is left of 512 is the gatherer's: 32, or 64 to make bfloat16 of fp8 with."""
 
 
 def refusal(call: Call, device: Device, paged: bool, scale: float) -> str | None:
@@ -63,36 +65,53 @@ def _strides(x: Tensor) -> list[int]:
     return [0 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride())]
 
 
+def constants(fp8: bool) -> dict[str, object]:
+    """The kernel's compile-time arguments that follow from the dtype of latent rows."""
+    registers = {"MIXER_REGISTERS": MIXER_REGISTERS, "SCORE_REGISTERS": SCORE_REGISTERS[fp8]}
+    return {"FP8": fp8, **registers, "num_warps": 4}
+
+
 def launch(
-    q_absorbed: Tensor, q_pe: Tensor, latent: Tensor, visible: Tensor | None, topk_indices: Tensor, scale: float
+    q_absorbed: Tensor,
+    q_pe: Tensor,
+    latent: Tensor,
+    visible: Tensor | None,
+    topk_indices: Tensor,
+    scale: float,
+    splits: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel on a call that `refusal` has nothing against, of `aligned` tensors; see `reference.sparse_mla`."""
-    from dsa_compile.lowering.sparse_mla import gluon_kernel
+    """Run the kernel on a call that `refusal` has nothing against, of `aligned` tensors; see `reference.sparse_mla`.
+
+    ``splits``: shares of a row that run side by side.
+    """
+    from dsa_compile.lowering.sparse_mla import gluon_kernel, kernel
 
     B, T, H, R = q_absorbed.shape
     out = q_absorbed.new_empty(B, T, H, R)
     lse = q_absorbed.new_empty(B, T, H, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
+    parts = (out, lse) if splits == 1 else (out.new_empty(B, T, splits, H, R), lse.new_empty(B, T, splits, H))
     with torch.cuda.device_of(out):
-        gluon_kernel.attend_kernel[(B * T * (H // CONFIG.heads),)](
+        gluon_kernel.attend_kernel[(B * T * splits * -(-H // CONFIG.heads),)](
             q_absorbed,
             q_pe,
             latent,
             latent if visible is None else visible.contiguous(),
             topk_indices.contiguous(),
-            out,
-            lse,
+            *parts,
             *_strides(q_absorbed),
             *_strides(q_pe),
             *_strides(latent),
             latent.shape[1],
             T,
             topk_indices.shape[-1],
+            splits,
             scale,
             H=H,
             HAS_VISIBLE=visible is not None,
-            num_warps=4,
-            **REGISTERS,
+            **constants(latent.dtype == torch.uint8),
         )
+        if splits > 1:
+            kernel.merge_kernel[(B * T * H,)](*parts, out, lse, **configs.merge_constants(H, R, splits))
     return out, lse

@@ -145,7 +145,7 @@ def _merge(call: Call, splits: int, parts: Any, part_lse: Any) -> tuple[Any, Any
     out = compat.autotuned(
         MERGE_NAME,
         templates()[1],
-        [configs.merge_constants(call, splits)],
+        [configs.merge_constants(call.heads, call.rank, splits)],
         inputs,
         size=[B, T, H, R],
         dtype=parts.get_dtype(),

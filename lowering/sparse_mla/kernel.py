@@ -19,7 +19,7 @@ E4M3_AS_BF16 = tl.constexpr(2.0**120)
 
 
 @triton.jit
-def _bf16_bits(packed):
+def bf16_bits(packed):
     """Four e4m3 bytes -> four bf16, each 2^-120 of its value: the exponent field moves, nothing is converted."""
     return tl.inline_asm_elementwise(
         """
@@ -87,7 +87,7 @@ def _latent_tile(
         scale = _load_rows(rows.to(tl.pointer_type(tl.float32)) + R // 4, live, TILES, BLOCK_TILES, False)
         k_pe = _load_rows(rows.to(tl.pointer_type(tl.bfloat16)) + (R // 2 + 2 * TILES), live, P, BLOCK_P, False)
         if tl.bfloat16 == DTYPE:
-            c_kv = _bf16_bits(bits)
+            c_kv = bf16_bits(bits)
             scale = (scale * E4M3_AS_BF16).to(tl.bfloat16)
         else:
             c_kv = bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)

@@ -117,5 +117,5 @@ def launch(
             **config.constants(call, splits),
         )
         if splits > 1:
-            kernel.merge_kernel[(B * T * H,)](*parts, out, lse, **configs.merge_constants(call, splits))
+            kernel.merge_kernel[(B * T * H,)](*parts, out, lse, **configs.merge_constants(H, R, splits))
     return out, lse

@@ -25,20 +25,25 @@ def absent(monkeypatch):
     gluon.available.cache_clear()
 
 
-def test_it_compiles_for_hopper_and_spills_nothing(tmp_path):
+@pytest.mark.parametrize(
+    ("heads", "fp8", "visible", "copies"),
+    [(128, False, True, 36 + 36), (128, True, True, 36 + 2 * 4 + 4 + 4 * 4), (16, True, False, 36 + 2 * 4 + 4 + 4 * 4)],
+)
+def test_it_compiles_for_hopper_and_spills_nothing(heads, fp8, visible, copies, tmp_path):
     from dsa_compile.lowering.sparse_mla import gluon_kernel
 
-    pointers = dict.fromkeys(("Q", "Q_PE", "LATENT", "OUT"), "*bf16") | {"LSE": "*fp32"}
-    pointers |= dict.fromkeys(("VISIBLE", "INDICES"), "*i32")
-    constants = {"H": 128, "HAS_VISIBLE": True, **gluon.REGISTERS}
-    made = hopper.compiled_kernel(gluon_kernel.attend_kernel, pointers, constants, tmp_path, num_warps=4)
+    pointers = dict.fromkeys(("Q", "Q_PE", "OUT"), "*bf16") | dict.fromkeys(("VISIBLE", "INDICES"), "*i32")
+    pointers |= {"LATENT": "*u8" if fp8 else "*bf16", "LSE": "*fp32"}
+    constants = {"H": heads, "HAS_VISIBLE": visible, **gluon.constants(fp8)}
+    options = {"num_warps": constants.pop("num_warps")}
+    made = hopper.compiled_kernel(gluon_kernel.attend_kernel, pointers, constants, tmp_path, **options)
     assert made.stack == 0
     assert made.shared <= hopper.SHARED
     assert made.registers * 512 <= 64 << 10
     steps = [line for line in made.ptx.splitlines() if "wgmma.mma_async" in line]
     assert sum("m64n64k16" in line for line in steps) == 4 + 8 + 16 + 8
     assert sum("m64n128k16" in line for line in steps) == 2 * 2 * 4
-    assert sum("cp.async.cg.shared.global" in line for line in made.ptx.splitlines()) == 36 + 36
+    assert sum("cp.async.cg.shared.global" in line for line in made.ptx.splitlines()) == copies
 
 
 @pytest.mark.parametrize(

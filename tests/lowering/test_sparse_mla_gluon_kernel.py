@@ -15,10 +15,12 @@ pytestmark = pytest.mark.skipif(not HOPPER, reason="runs on a GPU of compute cap
 
 
 class Direct(Case):
-    """A call that goes to the kernel however few rows it has."""
+    """A call that goes to the kernel however few rows it has, in ``splits`` shares of a row."""
+
+    splits = 1
 
     def run(self):
-        return gluon.launch(self.q, self.q_pe, self.pool, self.visible, self.picks, self.scale)
+        return gluon.launch(self.q, self.q_pe, self.pool, self.visible, self.picks, self.scale, self.splits)
 
 
 def equal(one, other):
@@ -30,6 +32,14 @@ def equal(one, other):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_any_width_of_selection(heads, topk, dtype):
     Direct(H=heads, B=3, T=3, K=topk, S=3000, dtype=dtype).check()
+
+
+@pytest.mark.parametrize("heads", [1, 16, 22, 64, 96, 128])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_any_number_of_heads_and_splits(heads, fp8):
+    case = Direct(H=heads, B=3, T=3, K=500, S=700, fp8=fp8)
+    for case.splits in (1, 2, 3, 8):
+        case.check()
 
 
 def test_large_scores_and_any_scale():
@@ -55,14 +65,17 @@ def test_rows_that_see_nothing_give_zeros():
     assert lse.isneginf().all()
 
 
-def test_indices_outside_and_unselected_nan_do_nothing():
-    case = Direct(B=2, T=8, H=128, K=160, S=400, kinds=("outside", "leading", "none", "last", "holes"))
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_indices_outside_and_unselected_nan_do_nothing(fp8, splits):
+    case = Direct(B=2, T=8, H=128, K=160, S=400, fp8=fp8, kinds=("outside", "leading", "none", "last", "holes"))
+    case.splits = splits
     case.check()
     used = torch.zeros(2, 401, dtype=torch.bool, device=CUDA)
     seen = case.picks.masked_fill((case.picks < 0) | (case.picks >= case.visible[:, 0, :, 1:]), 400)
     used.scatter_(1, seen.flatten(1).long(), True)
     before = case.run()
-    case.pool.masked_fill_(~used[:, :400, None], NAN)
+    case.pool.masked_fill_(~used[:, :400, None], 255 if fp8 else NAN)
     assert equal(before, case.run())
 
 
@@ -78,8 +91,11 @@ def test_a_selected_nan_reaches_its_rows_alone():
         assert torch.equal(after[1, ~hit], clean[1, ~hit])
 
 
-def test_memory_around_the_outputs_stays(monkeypatch):
-    case, guarded = Direct(H=128, K=100), []
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_memory_around_the_outputs_stays(splits, fp8, monkeypatch):
+    case, guarded = Direct(H=86, K=100, fp8=fp8), []
+    case.splits = splits
 
     def new_empty(self, *shape, dtype=None):
         whole = torch.full((torch.Size(shape).numel() + 2048,), 7.5, dtype=dtype or self.dtype, device=self.device)
@@ -88,7 +104,7 @@ def test_memory_around_the_outputs_stays(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     case.run()
-    assert len(guarded) == 2
+    assert len(guarded) == 2 * splits
     for whole in guarded:
         assert (whole[:1024] == 7.5).all()
         assert (whole[-1024:] == 7.5).all()
@@ -125,8 +141,10 @@ def test_rows_out_of_line_are_left_to_the_template(monkeypatch):
 
 
 @pytest.mark.slow
-def test_same_bits_on_a_thousand_runs():
-    case = full()
+@pytest.mark.parametrize(("fp8", "splits"), [(False, 1), (True, 1), (True, 3)])
+def test_same_bits_on_a_thousand_runs(fp8, splits):
+    case = Direct(B=2, T=70, H=128, K=200, S=300, fp8=fp8)
+    case.splits = splits
     want = case.run()
     for _ in range(1000):
         assert equal(want, case.run())
@@ -142,6 +160,7 @@ int32 = {"dtype": torch.int32, "device": "cuda"}
 for K, slots, filler in itertools.product((1, 64, 130, 2048), (1, 300), (0.0, float("nan"), float("inf"))):
     q, q_pe = (torch.full((2, 80, 64, n), filler, dtype=torch.bfloat16, device="cuda") for n in (512, 64))
     pool = torch.full((2, slots, 576), filler, dtype=torch.bfloat16, device="cuda")
+    codes = torch.full((2, slots, 656), 0 if filler == 0 else 255, dtype=torch.uint8, device="cuda")
     for picks in (
         torch.full((2, 80, K), -1, **int32),
         torch.full((2, 80, K), 2**31 - 1, **int32),
@@ -152,6 +171,7 @@ for K, slots, filler in itertools.product((1, 64, 130, 2048), (1, 300), (0.0, fl
         for ends in (0, -5, slots, 2**31 - 1):
             visible = torch.tensor([0, ends], **int32).expand(2, 1, 80, 2)
             gluon.launch(q, q_pe, pool, visible, picks, 1.0)
+            gluon.launch(q, q_pe, codes, visible, picks, 1.0, 3)
 torch.cuda.synchronize()
 print("ended")
 """
