@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from dsa_compile.cache import DSACache
     from dsa_compile.config import CacheConfig, DSAConfig, MTPConfig
     from dsa_compile.distillation import warmup
-    from dsa_compile.evaluate import evaluate_plan
+    from dsa_compile.evaluation import evaluate
     from dsa_compile.explanation import explain
     from dsa_compile.export import save_checkpoint
     from dsa_compile.report import recent_reports
@@ -21,7 +21,7 @@ _HOMES = {
     "prepare": "api",
     "explain": "explanation",
     "search_plan": "search",
-    "evaluate_plan": "evaluate",
+    "evaluate": "evaluation",
     "warmup": "distillation",
     "save_checkpoint": "export",
     "DSAConfig": "config",
@@ -36,7 +36,7 @@ __all__ = [
     "DSACache",
     "DSAConfig",
     "MTPConfig",
-    "evaluate_plan",
+    "evaluate",
     "explain",
     "optimize",
     "prepare",

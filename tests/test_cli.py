@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import dsa_compile
+from dsa_compile import evaluation
 from dsa_compile.cli import app
 
 PROMPT = "The code of zujezo is 7629.\nRecall: the code of zujezo is"
@@ -84,6 +85,7 @@ def test_explain_needs_no_weights(checkpoint, tmp_path):
         (("bench", "startup", "--layers", "1", "--out", "{empty}"), "--out: expected a file"),
         (("eval", "{checkpoint}", "--plan", "mli", "--texts", "no/such"), "no/such: cannot be read as text"),
         (("eval", "{checkpoint}", "--plan", "mli", "--texts", "{empty}", "--out", "{empty}"), "--out: expected a file"),
+        (("eval", "{checkpoint}", "--texts", "{empty}", "--kind", "double"), "kinds: expected some of single"),
         (("plan", "search", "{checkpoint}", "--texts", "no/such", "--out", "{empty}"), "cannot be read as text"),
         (("bench", "startup", "--layers", "1", "--out", "{empty}/no/such.json"), "--out: expected a file"),
     ],
@@ -129,15 +131,21 @@ def test_plan_search_leaves_a_plan_a_picture_and_a_state_that_it_goes_on_from(me
     assert "state.json: cannot be read as JSON" in run(*arguments).stderr
 
 
-def test_eval_prints_and_writes_its_figures(measured, tmp_path):
-    result = run("eval", *measured, "--plan", "mli+share:1/2", "--needles", 1, "--out", tmp_path / "eval.json")
+def test_eval_prints_draws_and_writes_its_figures(measured, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(evaluation, "answered", lambda questions, *rest: (True,) * len(questions))
+    question = ("--kind", "single", "--length", 100, "--depth", 0.5, "--needles", 1)
+    outputs = ("--out", tmp_path / "eval.json", "--pictures", tmp_path / "new" / "pictures")
+    result = run("eval", *measured, "--plan", "mli+share:1/2", *question, *outputs)
     assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "eval.json").read_text())
     assert figures["plan"]["letters"] == "FLSLSS"
-    assert figures["dense"]["recalled"] == figures["needles"] == 1
+    assert figures["dense"]["recalled"] == len(figures["questions"]) == 1
+    assert figures["questions"][0]["length"] == 100
     for name in ("dense", "own", "plan"):
         assert f"{figures[name]['loss']:.4f}" in result.stdout
     assert figures["own"]["loss"] < figures["plan"]["loss"]
+    assert sorted(p.name for p in (tmp_path / "new" / "pictures").iterdir()) == ["mass.png", "needles.png"]
 
 
 def test_help_imports_neither_torch_nor_transformers():
