@@ -22,6 +22,7 @@ def draw(found: Evaluation, folder: Path) -> None:
 
 def _draw_mass(found: Evaluation, path: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -31,7 +32,7 @@ def _draw_mass(found: Evaluation, path: Path) -> None:
             best = [float("nan") if mass is None else mass for mass in run.exact]
             axes.plot(best, ":", color=line.get_color(), label=f"{found.title(name)}: exact selection")
     axes.set(xlabel="layer", ylabel="attention kept", title=f"K = {found.subject['index_topk']}", ylim=(0, 1.02))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="lower right")
     figure.savefig(path)
 

@@ -23,6 +23,15 @@ def checkpoint(pytestconfig):
     return str(pytestconfig.rootpath / "examples" / "tinyseek-4m")
 
 
+@pytest.fixture(scope="session")
+def dense(checkpoint, tmp_path_factory):
+    """As much of a checkpoint without indexers as a dry run reads."""
+    folder = tmp_path_factory.mktemp("dense")
+    for name in ("config.json", "model-00002-of-00002.safetensors"):
+        shutil.copy(f"{checkpoint}/{name}", folder)
+    return str(folder)
+
+
 def run(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
@@ -71,7 +80,7 @@ def test_explain_needs_no_weights(checkpoint, tmp_path):
     [
         (("explain", "no/such/folder"), "expected a checkpoint folder, found none"),
         (("explain", "{empty}"), "with config.json; it has none"),
-        (("explain", "{checkpoint}"), "Three ways on"),
+        (("explain", "{dense}"), "Three ways on"),
         (("generate", "{checkpoint}"), "exactly one of --prompt and --prompt-file"),
         (("generate", "{checkpoint}", "--prompt", "a", "--prompt-file", "b"), "exactly one of"),
         (("generate", "{checkpoint}", "--prompt-file", "no/such/file"), "cannot be read"),
@@ -90,8 +99,8 @@ def test_explain_needs_no_weights(checkpoint, tmp_path):
         (("bench", "startup", "--layers", "1", "--out", "{empty}/no/such.json"), "--out: expected a file"),
     ],
 )
-def test_what_cannot_work_is_one_line_and_exit_code_2(arguments, text, checkpoint, tmp_path):
-    result = run(*(a.format(checkpoint=checkpoint, empty=tmp_path) for a in arguments))
+def test_what_cannot_work_is_one_line_and_exit_code_2(arguments, text, checkpoint, dense, tmp_path):
+    result = run(*(a.format(checkpoint=checkpoint, dense=dense, empty=tmp_path) for a in arguments))
     assert result.exit_code == 2
     assert text in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1

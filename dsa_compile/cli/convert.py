@@ -19,7 +19,9 @@ def convert(
     out: Annotated[Path, typer.Option(help="Folder for the sparse checkpoint; one that is there is replaced.")],
     plan: PlanName = None,
     index_topk: Topk = None,
-    indexer: Annotated[Path | None, typer.Option(help="With --retrain: where indexers start.")] = None,
+    indexer: Annotated[
+        str | None, typer.Option(help="With --retrain: where indexers start. 'random': anew, whatever there is.")
+    ] = None,
     index_heads: Annotated[int, typer.Option(help="Heads of a new indexer.")] = 64,
     index_head_dim: Annotated[int, typer.Option(help="Dimension of such a head.")] = 128,
     mtp: Annotated[
