@@ -40,24 +40,24 @@ def _draw_mass(found: Evaluation, path: Path) -> None:
 def _draw_needles(found: Evaluation, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    kinds, lengths, depths = (
-        sorted({getattr(question, field) for question in found.questions}) for field in ("kind", "length", "depth")
+    kinds = [*dict.fromkeys(question.kind for question in found.questions)]
+    lengths, depths = (
+        sorted({getattr(question, axis) for question in found.questions}) for axis in ("length", "depth")
     )
     shape = len(found.runs), len(kinds)
     figure = Figure(figsize=(1 + 3 * shape[1], 1 + 2.2 * shape[0]), layout="constrained")
     panels = figure.subplots(*shape, squeeze=False, sharex=True, sharey=True)
     for row, name in zip(panels, found.runs):
         for axes, kind in zip(row, kinds):
-            shares = [[_share(found, name, kind, length, depth) for length in lengths] for depth in depths]
-            axes.imshow(shares, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+            told = [[found.recalled(name, kind=kind, length=n, depth=depth) for n in lengths] for depth in depths]
+            axes.imshow([[right / asked for right, asked in cells] for cells in told], vmin=0, vmax=1, aspect="auto")
+            for y, cells in enumerate(told):
+                for x, (right, asked) in enumerate(cells):
+                    color = "black" if 2 * right > asked else "white"
+                    axes.text(x, y, f"{right} of {asked}", ha="center", va="center", color=color)
             axes.set(title=f"{found.title(name)}, {kind}")
             axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
             axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     figure.supxlabel("tokens")
     figure.supylabel("depth of the code")
     figure.savefig(path)
-
-
-def _share(found: Evaluation, name: str, kind: str, length: int, depth: float) -> float:
-    right, asked = found.recalled(name, kind=kind, length=length, depth=depth)
-    return right / asked
