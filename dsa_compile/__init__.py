@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dsa_compile.evaluation import evaluate
     from dsa_compile.explanation import explain
     from dsa_compile.export import save_checkpoint
+    from dsa_compile.haystack import NeedleSuite
     from dsa_compile.report import recent_reports
     from dsa_compile.search import search_plan
 
@@ -22,6 +23,7 @@ _HOMES = {
     "explain": "explanation",
     "search_plan": "search",
     "evaluate": "evaluation",
+    "NeedleSuite": "haystack",
     "warmup": "distillation",
     "save_checkpoint": "export",
     "DSAConfig": "config",
@@ -36,6 +38,7 @@ __all__ = [
     "DSACache",
     "DSAConfig",
     "MTPConfig",
+    "NeedleSuite",
     "evaluate",
     "explain",
     "optimize",
