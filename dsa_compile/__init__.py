@@ -8,9 +8,10 @@ if TYPE_CHECKING:
     from dsa_compile.cache import DSACache
     from dsa_compile.config import CacheConfig, DSAConfig, MTPConfig
     from dsa_compile.distillation import warmup
-    from dsa_compile.evaluate import evaluate_plan
+    from dsa_compile.evaluation import evaluate
     from dsa_compile.explanation import explain
     from dsa_compile.export import save_checkpoint
+    from dsa_compile.haystack import NeedleSuite
     from dsa_compile.report import recent_reports
     from dsa_compile.search import search_plan
 
@@ -21,7 +22,8 @@ _HOMES = {
     "prepare": "api",
     "explain": "explanation",
     "search_plan": "search",
-    "evaluate_plan": "evaluate",
+    "evaluate": "evaluation",
+    "NeedleSuite": "haystack",
     "warmup": "distillation",
     "save_checkpoint": "export",
     "DSAConfig": "config",
@@ -36,7 +38,8 @@ __all__ = [
     "DSACache",
     "DSAConfig",
     "MTPConfig",
-    "evaluate_plan",
+    "NeedleSuite",
+    "evaluate",
     "explain",
     "optimize",
     "prepare",

@@ -17,9 +17,9 @@ from transformers import TrainingArguments
 from dsa_compile.config import DEFAULT_INDEX_TOPK, DSAConfig
 from dsa_compile.distillation import Warmup, warmup
 from dsa_compile.errors import ConfigError
-from dsa_compile.evaluate import PlanFigures, plan_figures
 from dsa_compile.export import check_place, save_checkpoint
 from dsa_compile.plan import Plan
+from dsa_compile.plan_figures import PlanFigures, plan_figures
 from dsa_compile.replanning import Replanned
 from dsa_compile.texts import TOKENS_PER_K, packed_rows
 
@@ -169,4 +169,4 @@ def _measure(model: Any, warmed: Warmup, rows: list[Tensor], progress: bool) -> 
     runs = (exact, everything), (exact, warmed.plan), (learned, warmed.plan)
     with Progress(console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("measuring", total=len(runs) * len(rows))
-        return tuple(plan_figures(model, plan, rows, [], lambda: bar.advance(task)) for model, plan in runs)
+        return tuple(plan_figures(model, plan, rows, lambda: bar.advance(task))[0] for model, plan in runs)

@@ -65,11 +65,24 @@ def save_checkpoint(
             if mtp:
                 _add_mtp(part, mtp)
             if not family_of(saved).native_indexer:
-                _add_indexers(part, warmed)
+                save_indexers(warmed, part)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be written ({error}); what was there is as before.") from error
     model_type: str = saved.config.model_type
     return model_type
+
+
+def save_indexers(warmed: Warmup, folder: str | Path) -> None:
+    """Put indexers and their K beside the model in a checkpoint folder, where `optimize` finds them.
+
+    Raises:
+        OSError, SafetensorError: they cannot be written.
+    """
+    folder = Path(folder)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in warmed.indexers.items()}
+    save_file(tensors, folder / INDEXER_FILE, {"plan": " ".join(warmed.plan.text())})
+    config = json.loads((folder / CONFIG_NAME).read_text()) | {"index_topk": warmed.index_topk}
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def check_place(model: Any, folder: Path) -> None:
@@ -133,14 +146,6 @@ def _deepseek_v32(model: Any, indexers: dict[str, Tensor], index_topk: int) -> A
     return sparse
 
 
-def _add_indexers(folder: Path, warmed: Warmup) -> None:
-    """Put indexers and their K beside a model whose class has no place for them."""
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in warmed.indexers.items()}
-    save_file(tensors, folder / INDEXER_FILE, {"plan": " ".join(warmed.plan.text())})
-    config = json.loads((folder / CONFIG_NAME).read_text()) | {"index_topk": warmed.index_topk}
-    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
 def _add_mtp(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Put ``tensors`` into one more shard."""
     shards = sorted(folder.glob("model*.safetensors"))
@@ -161,7 +166,8 @@ def _add_mtp(folder: Path, tensors: dict[str, Tensor]) -> None:
 def _mtp_tensors(source: Path, layers: int) -> dict[str, Tensor]:
     """Tensors of layers from ``layers`` on in a checkpoint folder; none where there is no such folder."""
     found = {}
-    for file in sorted(source.glob("*.safetensors")) if source.is_dir() else []:
+    files = sorted(source.glob("*.safetensors")) if source.is_dir() else []
+    for file in [file for file in files if file.name != INDEXER_FILE]:  # what is saved has other indexers
         with opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 if _layer(name) >= layers:

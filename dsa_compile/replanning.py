@@ -47,7 +47,7 @@ class Replanned:
         return self._run(ids, (plan, False))
 
     def measured(self, ids: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """`logits`, and the `selection_figures` of each layer, float64[layers, 2]."""
+        """`logits`, and the `selection_figures` of each layer, float64[layers, 4]."""
         logits = self._run(ids, (plan, True))
         return logits, torch.stack(self._figures)
 
@@ -78,15 +78,20 @@ class Replanned:
         return planned
 
 
-def prepared_twin(model: nn.Module, options: DSAConfig) -> Any:
-    """A prepared copy of a model under its own plan, on the same weights; all but those of indexers are frozen."""
-    # the weights of an indexer may be replaced by those that the options name
+def on_same_weights(model: nn.Module) -> Any:
+    """A copy of a model whose weights, frozen, are those of the model; only those of indexers are its own."""
+    # the weights of an indexer may be replaced by those that options name
     shared = [t for name, t in model.state_dict(keep_vars=True).items() if ".indexer." not in name]
     frozen = {id(t): nn.Parameter(t, requires_grad=False) if isinstance(t, nn.Parameter) else t for t in shared}
-    twin: Any = copy.deepcopy(model, frozen)
+    return copy.deepcopy(model, frozen).eval()
+
+
+def prepared_twin(model: nn.Module, options: DSAConfig) -> Any:
+    """A prepared copy of a model under its own plan, on the same weights; all but those of indexers are frozen."""
+    twin = on_same_weights(model)
     own = None if options.plan is None else "own"  # layers that no plan reads need no indexer
     alone: dict[str, Any] = {"layer0": "serial", "evaluation": None, "lowering": "eager"}
-    prepare(twin, options, plan=own, **alone).eval()
+    prepare(twin, options, plan=own, **alone)
     for name, parameter in twin.named_parameters():
         parameter.requires_grad_(".indexer." in name)  # the MTP layer's are not the model's
     return twin

@@ -1,4 +1,4 @@
-"""How much of its attention a layer's selection keeps, and how much of a selection is in another."""
+"""How much of its attention a layer's selection keeps, beside the exact one, and how much of it is in another."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsa_compile.lowering.mla.reference import expand_keys
-from dsa_compile.lowering.rows import ROW_BUDGET, attend, chosen, kept, row_slices
+from dsa_compile.lowering.rows import ROW_BUDGET, attend, chosen, kept, row_slices, topk_slots
 
 
 def selection_figures(
@@ -29,20 +29,23 @@ def selection_figures(
         before: the same of the layer before.
 
     Returns:
-        float64[2]: of the head-mean attention probability, over everything visible, of the selected slots; and of the
-        share of the selected slots that the layer before attends to as well, NaN where one attends to everything.
+        float64[4], sums of: the head-mean attention probability, over everything visible, of the slots attended to; the
+        same of the exact selection, the K slots that have most of it; the share of those that are attended to; the
+        share of the slots attended to that the layer before attends to as well. The second is NaN for a layer that
+        attends to everything, the last where either does.
     """
     q, visible = q[:, :, index_topk:], visible[:, :, index_topk:]
-    kept_mass = common = q.new_zeros((), dtype=torch.float64)
+    figures = q.new_zeros(4, dtype=torch.float64)
     if topk_indices is None:
-        return torch.stack([kept_mass + q.shape[2], kept_mass + math.nan])
+        return figures + q.shape[2] * figures.new_tensor([1, math.nan, 1, math.nan])
     S, picks = c_kv.shape[1], topk_indices[:, index_topk:]
     key, _ = expand_keys(q, c_kv, k_pe, kv_b_weight, nope)
     for rows in row_slices(q.shape[2], q.shape[1] * S * 3 * key.element_size(), ROW_BUDGET):
         scores = (q[:, :, rows].to(key.dtype) @ key.transpose(-1, -2)) * scale
-        probs, _ = attend(scores, kept(visible, None, rows, S, q)[:, None])
-        picked = chosen(picks, rows, S)
-        kept_mass = kept_mass + (probs.mean(1) * picked).sum(dtype=torch.float64)
-        if before is not None:
-            common = common + (picked & chosen(before[:, index_topk:], rows, S)).sum(dtype=torch.float64) / index_topk
-    return torch.stack([kept_mass, common if before is not None else common + math.nan])
+        keep = kept(visible, None, rows, S, q)
+        mean = attend(scores, keep[:, None])[0].mean(1)
+        picked, best = chosen(picks, rows, S), chosen(topk_slots(mean, keep, index_topk), slice(None), S)
+        common = picked * math.nan if before is None else picked & chosen(before[:, index_topk:], rows, S)
+        parts = mean * picked, mean * best, (picked & best) / index_topk, common / index_topk
+        figures += torch.stack([part.sum(dtype=torch.float64) for part in parts])
+    return figures

@@ -38,14 +38,15 @@ stock, dense, sparse = (AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=t
 slots = longest + NEW_TOKENS - 1  # the last new token is not fed back
 shared = {"lowering": options.lowering, "cache": {"capacity": slots}}
 dsa_compile.optimize(dense, selector="dense", **shared)
-dsa_compile.optimize(sparse, selector="attention", index_topk=128, **shared)
+dsa_compile.optimize(sparse, **shared)  # with the indexers and the K that the checkpoint has
 
 columns = {
     "asked in": [n.file for n in needles] + ["right", "prefill tokens/s", "decode tokens/s", "cache bytes/token"],
     "code": [n.code for n in needles] + [""] * 4,
 }
 right = []
-for name, model in {"stock transformers": stock, "dense": dense, "sparse, K = 128": sparse}.items():
+models = {"stock transformers": stock, "dense": dense, f"sparse, K = {sparse.dsa.index_topk}": sparse}
+for name, model in models.items():
     with console.status(f"{name}: compiling and answering"):
         # prompts of every length share a graph, so that a short one compiles it
         model.generate(batch.input_ids[:, -64:], max_new_tokens=2, do_sample=False)

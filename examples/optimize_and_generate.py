@@ -17,8 +17,8 @@ options = parser.parse_args()
 tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
 model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32)
 
-# a dense DeepSeek-V3: attend to the 128 tokens that its own attention weighs most
-dsa_compile.optimize(model, selector="attention", index_topk=128, lowering=options.lowering)
+# a dense DeepSeek-V3 with indexers beside it: attend to the 128 tokens that they choose
+dsa_compile.optimize(model, lowering=options.lowering)
 
 ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(options.prompt).input_ids]])
 output = model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)

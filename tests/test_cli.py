@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import dsa_compile
+from dsa_compile import evaluation
 from dsa_compile.cli import app
 
 PROMPT = "The code of zujezo is 7629.\nRecall: the code of zujezo is"
@@ -20,6 +21,15 @@ PROMPT = "The code of zujezo is 7629.\nRecall: the code of zujezo is"
 @pytest.fixture(scope="session")
 def checkpoint(pytestconfig):
     return str(pytestconfig.rootpath / "examples" / "tinyseek-4m")
+
+
+@pytest.fixture(scope="session")
+def dense(checkpoint, tmp_path_factory):
+    """As much of a checkpoint without indexers as a dry run reads."""
+    folder = tmp_path_factory.mktemp("dense")
+    for name in ("config.json", "model-00002-of-00002.safetensors"):
+        shutil.copy(f"{checkpoint}/{name}", folder)
+    return str(folder)
 
 
 def run(*arguments):
@@ -72,7 +82,7 @@ def test_explain_needs_no_weights(checkpoint, tmp_path):
     [
         (("explain", "no/such/folder"), "expected a checkpoint folder, found none"),
         (("explain", "{empty}"), "with config.json; it has none"),
-        (("explain", "{checkpoint}"), "Three ways on"),
+        (("explain", "{dense}"), "Three ways on"),
         (("generate", "{checkpoint}"), "exactly one of --prompt and --prompt-file"),
         (("generate", "{checkpoint}", "--prompt", "a", "--prompt-file", "b"), "exactly one of"),
         (("generate", "{checkpoint}", "--prompt-file", "no/such/file"), "cannot be read"),
@@ -90,12 +100,13 @@ def test_explain_needs_no_weights(checkpoint, tmp_path):
         (("bench", "startup", "--layers", "1", "--out", "{empty}"), "--out: expected a file"),
         (("eval", "{checkpoint}", "--plan", "mli", "--texts", "no/such"), "no/such: cannot be read as text"),
         (("eval", "{checkpoint}", "--plan", "mli", "--texts", "{empty}", "--out", "{empty}"), "--out: expected a file"),
+        (("eval", "{checkpoint}", "--texts", "{empty}", "--kind", "double"), "kinds: expected some of single"),
         (("plan", "search", "{checkpoint}", "--texts", "no/such", "--out", "{empty}"), "cannot be read as text"),
         (("bench", "startup", "--layers", "1", "--out", "{empty}/no/such.json"), "--out: expected a file"),
     ],
 )
-def test_what_cannot_work_is_one_line_and_exit_code_2(arguments, text, checkpoint, tmp_path):
-    result = run(*(a.format(checkpoint=checkpoint, empty=tmp_path) for a in arguments))
+def test_what_cannot_work_is_one_line_and_exit_code_2(arguments, text, checkpoint, dense, tmp_path):
+    result = run(*(a.format(checkpoint=checkpoint, dense=dense, empty=tmp_path) for a in arguments))
     assert result.exit_code == 2
     assert text in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
@@ -135,16 +146,21 @@ def test_plan_search_leaves_a_plan_a_picture_and_a_state_that_it_goes_on_from(me
     assert "state.json: cannot be read as JSON" in run(*arguments).stderr
 
 
-def test_eval_prints_and_writes_its_figures(measured, tmp_path):
-    plan = ("--plan", "mli+share:1/2", "--layer0", "dense")
-    result = run("eval", *measured, *plan, "--needles", 1, "--out", tmp_path / "eval.json")
+def test_eval_prints_draws_and_writes_its_figures(measured, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(evaluation, "answered", lambda questions, *rest: (True,) * len(questions))
+    question = ("--kind", "single", "--length", 100, "--depth", 0.5, "--needles", 1)
+    outputs = ("--out", tmp_path / "eval.json", "--pictures", tmp_path / "new" / "pictures")
+    result = run("eval", *measured, "--plan", "mli+share:1/2", "--layer0", "dense", *question, *outputs)
     assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "eval.json").read_text())
     assert figures["plan"]["letters"] == "DLSLSS"
-    assert figures["dense"]["recalled"] == figures["needles"] == 1
+    assert figures["dense"]["recalled"] == len(figures["questions"]) == 1
+    assert figures["questions"][0]["length"] == 100
     for name in ("dense", "own", "plan"):
         assert f"{figures[name]['loss']:.4f}" in result.stdout
     assert figures["own"]["loss"] < figures["plan"]["loss"]
+    assert sorted(p.name for p in (tmp_path / "new" / "pictures").iterdir()) == ["mass.png", "needles.png"]
 
 
 def test_help_imports_neither_torch_nor_transformers():

@@ -36,7 +36,7 @@ def convert(checkpoint, out, *arguments, data="text.txt"):
 
 
 def test_convert_writes_a_sparse_checkpoint_and_says_what_it_costs(checkpoint, tmp_path):
-    done = convert(checkpoint, tmp_path / "sparse", "--steps", 2, "--sparse-steps", 1)
+    done = convert(checkpoint, tmp_path / "sparse", "--indexer", "random", "--steps", 2, "--sparse-steps", 1)
     assert done.exit_code == 0, done.output
     for text in (
         "plan F, K = 8",

@@ -17,7 +17,7 @@ from dsa_compile import export
 from dsa_compile.config import DSAConfig
 from dsa_compile.distillation import Warmup
 from dsa_compile.errors import CheckpointError, ConfigError
-from dsa_compile.export import INDEXER_FILE, save_checkpoint
+from dsa_compile.export import INDEXER_FILE, save_checkpoint, save_indexers
 from dsa_compile.models.miniature import miniature
 from dsa_compile.student import Student
 
@@ -93,6 +93,17 @@ def test_what_has_no_sparse_class_is_saved_with_its_indexers_beside_it(case, ove
     assert {name: True for name in state} == {n: torch.equal(t, state[n]) for n, t in ours.state_dict().items()}
 
 
+def test_indexers_are_put_beside_a_dense_checkpoint(device, tmp_path):
+    model = stock("deepseek_v3", device, 2)
+    model.save_pretrained(tmp_path)
+    weights, warmed = (tmp_path / "model.safetensors").read_bytes(), warmed_up(model)
+    save_indexers(warmed, tmp_path)
+    again = dsa_compile.prepare(loaded(tmp_path, device)).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in warmed.indexers.items())
+    assert json.loads((tmp_path / "config.json").read_text())["index_topk"] == TOPK
+    assert (tmp_path / "model.safetensors").read_bytes() == weights
+
+
 def test_a_model_that_brings_indexers_is_saved_with_the_trained_ones(device, tmp_path):
     model = stock("deepseek_v32", device, 2)
     warmed = warmed_up(model, indexer=None)
@@ -108,7 +119,7 @@ def test_tokenizer_and_mtp_layer_are_carried_over(pytestconfig, device, tmp_path
     with pytest.warns(UserWarning, match=r"its MTP layer gets no indexer.*warmup\(\.\.\., mtp=\{\}\) trains one"):
         save_checkpoint(model, warmed_up(model, index_head_dim=32), tmp_path / "out", tokenizer=tokenizer_of(source))
     theirs, ours = (
-        {n: t for f in p.glob("*.safetensors") for n, t in load_file(f).items()} for p in (source, tmp_path / "out")
+        {n: t for f in p.glob("model-*") for n, t in load_file(f).items()} for p in (source, tmp_path / "out")
     )
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     assert {name for name in ours if name not in theirs} == {name for name in ours if ".indexer." in name}

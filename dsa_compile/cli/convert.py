@@ -20,7 +20,9 @@ def convert(
     plan: PlanName = None,
     layer0: Layer0 = "serial",
     index_topk: Topk = None,
-    indexer: Annotated[Path | None, typer.Option(help="With --retrain: where indexers start.")] = None,
+    indexer: Annotated[
+        str | None, typer.Option(help="With --retrain: where indexers start. 'random': anew, whatever there is.")
+    ] = None,
     index_heads: Annotated[int, typer.Option(help="Heads of a new indexer.")] = 64,
     index_head_dim: Annotated[int, typer.Option(help="Dimension of such a head.")] = 128,
     mtp: Annotated[

@@ -25,3 +25,14 @@ def check_out(out: Path | None, option: str = "--out") -> None:
 
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise ConfigError(f"{option}: expected a file in a folder that exists, came {out}.")
+
+
+def make_folder(path: Path, option: str = "--out") -> Path:
+    """``path``, made if it is not there, or ConfigError."""
+    from dsa_compile.errors import ConfigError
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option}: expected a folder, or a place for one, came {path} ({error}).") from error
+    return path

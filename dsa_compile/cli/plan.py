@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from dsa_compile.cli.checkpoints import load, load_tokenizer, load_weightless, reading
-from dsa_compile.cli.errors import check_out, one_line_errors
+from dsa_compile.cli.errors import check_out, make_folder, one_line_errors
 from dsa_compile.cli.options import (
     Checkpoint,
     Device,
@@ -64,7 +64,7 @@ def search(
             blocks=blocks,
             tokens=tokens,
             tokenizer=load_tokenizer(checkpoint),
-            state=_folder(out) / "state.json",
+            state=make_folder(out) / "state.json",
             progress=True,
             selector=selector,
             index_topk=index_topk,
@@ -162,16 +162,6 @@ def fits(
         Console().print(fit_table(title, capacity, context, batch))
     if not capacity.fits(context, batch):
         raise typer.Exit(1)
-
-
-def _folder(path: Path) -> Path:
-    from dsa_compile.errors import ConfigError
-
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out: expected a folder, or a place for one, came {path} ({error}).") from error
-    return path
 
 
 def _sizes(checkpoint: Path) -> tuple[Any, int | None]:
