@@ -105,6 +105,11 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     return dict(list_mode_options(mode)) if mode else {}
 
 
+def without_cuda_graphs(mode: str | None) -> str | None:
+    """The mode of ``torch.compile`` that does as this one, but for CUDA graphs."""
+    return {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(mode or "", mode)
+
+
 def compile_fx(gm: GraphModule, example_inputs: list[Any], config_patches: dict[str, Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 

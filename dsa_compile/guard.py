@@ -7,17 +7,23 @@ tokens only when the call went through.
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from dsa_compile import compat
+from dsa_compile.backend import dsa_backend
 from dsa_compile.cache import DSACache, slots_and_visible
+from dsa_compile.decode import decode
 from dsa_compile.errors import CacheError, InputError
 from dsa_compile.generate import sample
 from dsa_compile.models.mtp_step import UNCOMPILED, Graphs
+from dsa_compile.models.plain_step import plain_step
 from dsa_compile.pace import Pace
+from dsa_compile.replay import Decoder, addresses
+from dsa_compile.sampling import Sampling
 
 PARAMETERS = (
     "input_ids",
@@ -47,6 +53,10 @@ class Guard:
         self._compile: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._run: Callable[..., Any] = _forward
         self._graphs: dict[int, Graphs] = {}
+        self._plain_steps: dict[int, Callable[..., Any]] = {}  # by batch size
+        self._decoders: WeakKeyDictionary[DSACache, tuple[tuple[int, ...], dict[Sampling, Decoder]]] = (
+            WeakKeyDictionary()
+        )
         self._said: set[str] = set()
         self._paces: dict[int, Pace] = {}  # by batch size
 
@@ -56,11 +66,17 @@ class Guard:
         self._compile = (args, {"fullgraph": True, **kwargs})
         self._run = self._compiled(_forward)
         self._graphs.clear()
+        self._plain_steps.clear()
+        self._decoders.clear()
 
-    def _compiled(self, function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+    def _compiled(
+        self, function: Callable[..., Any], name: str | None = None, *, captured: bool = False
+    ) -> Callable[..., Any]:
+        """``captured``: in a CUDA graph of ours, which holds none of Inductor's."""
         if self._compile is None:
             return function
         args, kwargs = self._compile
+        kwargs = _without_cuda_graphs(kwargs) if captured else kwargs
         compiled: Callable[..., Any] = torch.compile(compat.own_code(function, name), *args, **kwargs)
         return compiled
 
@@ -98,8 +114,30 @@ class Guard:
             return self._run(self.model, _hinted(inputs | {"use_cache": False}, tokens))
         return self._cached(tokens, inputs, cache)
 
+    @property
+    def replays(self) -> bool:
+        """Whether plain decoding runs in CUDA graphs of its own, which take what Inductor compiled for a GPU."""
+        backend = self._compile and self._compile[1].get("backend")
+        inductor = backend in ("dsa", dsa_backend) and self.model.dsa.config.lowering == "inductor"
+        return inductor and self.model.device.type == "cuda"
+
+    def decoder(self, cache: DSACache, sampling: Sampling) -> Decoder:
+        """Plain steps over a cache, recorded where they replay, and once for as long as all stays where it lies."""
+        where = addresses(self.model, cache)
+        if cache not in self._decoders or self._decoders[cache][0] != where:
+            self._decoders[cache] = (where, {})
+        made = self._decoders[cache][1]
+        if sampling not in made:
+            B = cache.batch_size
+            if B not in self._plain_steps:  # each batch size apart, so that it is static
+                self._plain_steps[B] = self._compiled(plain_step, f"plain_step_{B}", captured=True)
+            made[sampling] = Decoder(self.model, self._plain_steps[B], cache, sampling, recorded=self.replays)
+        return made[sampling]
+
     def sample(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``generate`` calls for greedy search and sampling; ``plain`` is transformers' own loop."""
+        if not self.model.dsa.drafts:
+            return decode(self.model, self.decoder, plain, *args, **kwargs) if self.replays else plain(*args, **kwargs)
         pace = None
         if self.model.dsa.config.mtp.drafts == "auto":
             pace = self._paces.setdefault(args[0].shape[0], Pace(self.model.dsa.drafts))
@@ -240,6 +278,13 @@ def visible_without_cache(tokens: Tensor, mask: Tensor | None, positions: Tensor
         new = torch.diff(positions, dim=-1, prepend=positions[:, :1] - 1) != 1
         start = torch.where(new, steps, 0).cummax(-1).values.to(torch.int32)
     return torch.stack([start, steps + 1], -1).unsqueeze(1)
+
+
+def _without_cuda_graphs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments of ``torch.compile`` under a mode that makes no CUDA graphs."""
+    options = dict(kwargs.get("options") or {})
+    mode = compat.without_cuda_graphs(kwargs.get("mode") or options.get("mode"))
+    return {**kwargs, "mode": None, "options": {**options, "mode": mode}}
 
 
 def _positions(tokens: Tensor, positions: Tensor | None, past: int) -> Tensor:

@@ -116,8 +116,7 @@ class PreparedModel:
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         """Greedy search and sampling of ``generate``."""
-        plain = super()._sample  # type: ignore[misc]
-        return self.dsa_guard.sample(plain, *args, **kwargs) if self.dsa.drafts else plain(*args, **kwargs)
+        return self.dsa_guard.sample(super()._sample, *args, **kwargs)  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]

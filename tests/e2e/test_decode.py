@@ -1,0 +1,156 @@
+"""Plain decoding by steps of our own gives the tokens and the cache of transformers' loop."""
+
+import pytest
+import torch
+from cases import TOPK, left_padded, token_ids
+from mtp import prepared
+from transformers.generation.streamers import BaseStreamer
+
+from dsa_compile.errors import CacheCapacityError
+from dsa_compile.guard import Guard
+from dsa_compile.replay import Decoder
+
+LENGTH = TOPK + 3
+NEW = 12
+GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": NEW}
+V32 = "deepseek_v32"
+
+
+class Printed(BaseStreamer):
+    def __init__(self):
+        self.columns, self.ended = [], False
+
+    def put(self, value):
+        self.columns.append(value)
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Lets `generate` decode by itself, uncompiled, and counts its steps."""
+    launched = []
+    launch = Decoder.launch
+    monkeypatch.setattr(Decoder, "launch", lambda decoder: (launched.append(1), launch(decoder)))
+    init = Decoder.__init__
+    monkeypatch.setattr(Decoder, "__init__", lambda *args, recorded: init(*args, recorded=False))
+    monkeypatch.setattr(Guard, "replays", True)
+    return launched
+
+
+def batch(device, rows=3):
+    return {"input_ids": token_ids(rows, LENGTH, device)} | left_padded(rows, LENGTH, device)
+
+
+def both(monkeypatch, device, case=V32, **arguments):
+    """What `generate` returns by its own steps, and by transformers' loop."""
+    model = prepared(case, device)
+    outputs = []
+    for own in (True, False):
+        monkeypatch.setattr(Guard, "replays", own)
+        outputs.append(model.generate(**batch(device), **{**GREEDY, **arguments}, return_dict_in_generate=True))
+    return outputs
+
+
+def assert_same(ours, theirs):
+    assert torch.equal(ours.sequences, theirs.sequences)
+    one, two = ours.past_key_values, theirs.past_key_values
+    assert torch.equal(one.lengths.valid, two.lengths.valid)
+    assert torch.equal(one.lengths.seen, two.lengths.seen)
+    for own, other in zip(one.layers, two.layers):
+        for name, pool in own.pools().items():
+            for row, length in enumerate(one.lengths.valid.tolist()):
+                torch.testing.assert_close(pool[row, :length], other.pools()[name][row, :length], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["deepseek_v32", "deepseek_v3", "glm_moe_dsa"])
+def test_tokens_and_cache_are_those_of_transformers_loop(steps, monkeypatch, device, case):
+    assert_same(*both(monkeypatch, device, case))
+    assert len(steps) == NEW - 1
+
+
+def test_sequences_that_end_early_keep_what_they_have(steps, monkeypatch, device):
+    endless = both(monkeypatch, device)[0].sequences
+    eos = endless[0, LENGTH + 3].item()
+    ours, theirs = both(monkeypatch, device, eos_token_id=eos, pad_token_id=0)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    (end,) = (ours.sequences[0, LENGTH:] == eos).nonzero()[:1, 0].tolist()
+    assert ours.past_key_values.lengths.valid[0] == theirs.past_key_values.lengths.valid.max() - (
+        theirs.past_key_values.lengths.padded - LENGTH - end
+    )
+
+
+def test_a_second_turn_continues_the_first(steps, monkeypatch, device):
+    model = prepared(V32, device)
+    inputs = batch(device)
+    first = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, NEW, dtype=torch.int64, device=device)], 1)
+    cache = {"past_key_values": first.past_key_values, "attention_mask": mask}
+    with pytest.raises(CacheCapacityError, match="nothing was written"):
+        model.generate(first.sequences, **cache, **{**GREEDY, "max_new_tokens": 500})
+    second = model.generate(first.sequences, **cache, **GREEDY)
+    monkeypatch.setattr(Guard, "replays", False)
+    assert torch.equal(second, model.generate(**inputs, **{**GREEDY, "max_new_tokens": 2 * NEW}))
+
+
+def test_sampled_tokens_follow_the_distribution(steps, device):
+    model, sampling = prepared(V32, device), {"do_sample": True, "top_k": 4, "temperature": 0.7}
+    prompt = token_ids(1, LENGTH, device).expand(600, -1)
+    drawn = model.generate(prompt, **{**GREEDY, **sampling, "max_new_tokens": 2})[:, LENGTH:]
+    first = drawn[:, 0].mode().values
+    rows = drawn[drawn[:, 0] == first]
+    with torch.no_grad():
+        logits = model(torch.cat([prompt[:1], first[None, None]], 1)).logits[0, -1]
+    best = logits.topk(4)
+    want = (best.values / 0.7).softmax(-1)
+    found = torch.stack([(rows[:, 1] == token).float().mean() for token in best.indices])
+    assert found.sum() == 1
+    torch.testing.assert_close(found, want, atol=4 * (0.25 / len(rows)) ** 0.5, rtol=0)
+    assert len(steps) == 1
+
+
+@pytest.mark.parametrize("arguments", [{"num_beams": 2}, {"repetition_penalty": 1.3}, {"output_scores": True}])
+def test_what_a_step_cannot_show_is_left_to_transformers(steps, monkeypatch, device, arguments):
+    ours, theirs = both(monkeypatch, device, **arguments)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert not steps
+
+
+def test_a_streamer_gets_every_token(steps, device):
+    printed = Printed()
+    model = prepared(V32, device)
+    sequences = model.generate(token_ids(1, LENGTH, device), **GREEDY, streamer=printed)
+    assert torch.equal(torch.cat([x.flatten() for x in printed.columns]), sequences[0].cpu())
+    assert printed.ended
+
+
+def test_an_interrupted_call_leaves_the_cache_as_the_prompt_did(steps, monkeypatch, device):
+    class Interrupting(Printed):
+        def put(self, value):
+            if len(self.columns) == 4:
+                raise KeyboardInterrupt
+            super().put(value)
+
+    model, prompt = prepared(V32, device), token_ids(1, LENGTH, device)
+    want, cache = model.generate(prompt, **GREEDY), model.make_cache(1, 64)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompt, **GREEDY, past_key_values=cache, streamer=Interrupting())
+    assert cache.lengths.valid.tolist() == [LENGTH]
+    cache.reset()
+    assert torch.equal(model.generate(prompt, **GREEDY, past_key_values=cache), want)
+
+
+def test_steps_are_made_once_for_pools_that_stay(steps, device):
+    model, prompt = prepared(V32, device), token_ids(2, LENGTH, device)
+    cache = model.make_cache(2, 64)
+    made = set()
+    for _ in range(2):
+        cache.reset()
+        model.generate(prompt, **GREEDY, past_key_values=cache)
+        made |= set(model.dsa_guard._decoders[cache][1].values())
+    assert len(made) == 1
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    cache.reset()
+    model.generate(prompt, **GREEDY, past_key_values=cache)
+    assert made.isdisjoint(model.dsa_guard._decoders[cache][1].values())
