@@ -304,6 +304,11 @@ class DSACache(Cache):
         Raises:
             CacheCapacityError: a sequence would outgrow the capacity.
         """
+        self.check_room(valid)
+        return slots_and_visible(valid, self.lengths.valid)
+
+    def check_room(self, valid: Tensor) -> None:
+        """Raise CacheCapacityError if `plan` would."""
         if self.lengths.bound + valid.shape[1] > self.capacity:
             longest = int((self.lengths.valid + valid.sum(1)).max())
             if longest > self.capacity:
@@ -312,7 +317,6 @@ class DSACache(Cache):
                     f"and this call needs {longest}; nothing was written. Ask for more with "
                     f"model.make_cache(batch_size, capacity={longest}) or CacheConfig(capacity={longest})."
                 )
-        return slots_and_visible(valid, self.lengths.valid)
 
     def commit(self, valid: Tensor) -> None:
         """Count the tokens of a call that went through."""

@@ -16,6 +16,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from dsa_compile import compat
 from dsa_compile.backend import dsa_backend
 from dsa_compile.cache import DSACache, slots_and_visible
+from dsa_compile.cost.workspace import pieces
 from dsa_compile.decode import decode
 from dsa_compile.errors import CacheError, InputError
 from dsa_compile.generate import sample
@@ -103,7 +104,7 @@ class Guard:
         if torch.compiler.is_compiling():
             return self._traced(tokens, inputs)
         self._check(tokens, inputs)
-        if inputs.get("output_hidden_states") or self.model.config.output_hidden_states:
+        if self._shows_states(inputs):
             maybe_install_capturing_hooks(self.model.model)  # takes a lock, which no graph can hold
         cache = self._cache(tokens, inputs)
         if cache is None:
@@ -159,28 +160,47 @@ class Guard:
 
     def _cached(self, tokens: Tensor, inputs: dict[str, Any], cache: DSACache) -> Any:
         valid = self._valid(tokens, inputs.get("attention_mask"), cache)
+        cache.check_room(valid)  # of the whole call, before a piece of it is written
+        positions = _positions(tokens, inputs.get("position_ids"), cache.lengths.padded)
+        before = dict(vars(cache.lengths))
+        try:
+            for columns in self._pieces(tokens, inputs):
+                piece = _columns(inputs | {"position_ids": positions}, columns)
+                output = self._append(tokens[:, columns], piece, valid[:, columns], cache)
+        except BaseException:
+            # the cache may have kept selections of tokens that do not count
+            vars(cache.lengths).update(before, slots=None, current=False)
+            raise
+        cache.fingerprint = cache.fingerprint or self.model.dsa.fingerprint
+        return output
+
+    def _append(self, tokens: Tensor, inputs: dict[str, Any], valid: Tensor, cache: DSACache) -> Any:
+        """One forward, whose tokens are counted behind those of the cache."""
         slots, visible = cache.plan(valid)
-        inputs |= {
-            "attention_mask": visible,
-            "position_ids": _positions(tokens, inputs.get("position_ids"), cache.lengths.padded),
-            "past_key_values": cache,
-            "use_cache": True,
-        }
+        inputs |= {"attention_mask": visible, "past_key_values": cache, "use_cache": True}
         cache.lengths.slots = slots
         if slots.shape[1] > 1:
             compat.hint_dynamic(slots, 1)
-        try:
-            with torch.no_grad():  # a cache is for inference: its writes have no gradient
-                output = self._run(self.model, _hinted(inputs, tokens))
-        except BaseException:
-            cache.lengths.current = False  # it may have kept selections of tokens that do not count
-            raise
-        finally:
-            cache.lengths.slots = None
-        cache.fingerprint = cache.fingerprint or self.model.dsa.fingerprint
+        with torch.no_grad():  # a cache is for inference: its writes have no gradient
+            output = self._run(self.model, _hinted(inputs, tokens))
+        cache.lengths.slots = None
         cache.commit(valid)
         cache.lengths.current &= self._compile is not None  # without a backend nobody keeps selections
         return output
+
+    def _pieces(self, tokens: Tensor, inputs: dict[str, Any]) -> list[slice]:
+        """Columns that run one after another, so that ``prefill_budget`` holds what a layer makes of them.
+
+        A call that returns something of every token holds as much anyway, and runs as it is.
+        """
+        T, kept = tokens.shape[1], inputs.get("logits_to_keep", 0)
+        if not isinstance(kept, int) or kept < 1 or inputs.get("labels") is not None or self._shows_states(inputs):
+            return [slice(0, T)]
+        most = self.model.dsa.config.prefill_budget // (self.model.workspace_bytes() * tokens.shape[0])
+        return pieces(T, max(most, kept))
+
+    def _shows_states(self, inputs: dict[str, Any]) -> bool:
+        return bool(inputs.get("output_hidden_states") or self.model.config.output_hidden_states)
 
     def _check(self, tokens: Tensor, inputs: dict[str, Any]) -> None:
         model = self.model
@@ -278,6 +298,12 @@ def visible_without_cache(tokens: Tensor, mask: Tensor | None, positions: Tensor
         new = torch.diff(positions, dim=-1, prepend=positions[:, :1] - 1) != 1
         start = torch.where(new, steps, 0).cummax(-1).values.to(torch.int32)
     return torch.stack([start, steps + 1], -1).unsqueeze(1)
+
+
+def _columns(inputs: dict[str, Any], columns: slice) -> dict[str, Any]:
+    """The inputs of these tokens alone."""
+    names = [n for n in ("input_ids", "inputs_embeds", "position_ids") if inputs.get(n) is not None]
+    return inputs | {name: inputs[name][:, columns].contiguous() for name in names}
 
 
 def _without_cuda_graphs(kwargs: dict[str, Any]) -> dict[str, Any]:

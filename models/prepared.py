@@ -6,6 +6,7 @@ from typing import Any
 
 from dsa_compile.cache import DSACache
 from dsa_compile.config import DSAConfig
+from dsa_compile.cost.workspace import token_bytes
 from dsa_compile.dims import LayerDims
 from dsa_compile.errors import InputError
 from dsa_compile.plan import Plan
@@ -78,6 +79,18 @@ class PreparedModel:
             fp8_keys=self.dsa.config.cache.index_dtype == "fp8",
             mtp_width=self.config.hidden_size if self.dsa.drafts else None,  # type: ignore[attr-defined]
             fingerprint=self.dsa.fingerprint,
+        )
+
+    def workspace_bytes(self) -> int:
+        """Bytes that one token of a prompt takes while it runs, beside weights and cache."""
+        config: Any = self.config  # type: ignore[attr-defined]
+        return token_bytes(
+            self.dsa.dims[0],
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            expert_intermediate=config.moe_intermediate_size,
+            routed_experts=config.num_experts_per_tok or 0,
+            itemsize=self.dtype.itemsize,  # type: ignore[attr-defined]
         )
 
     def cache_for(self, batch_size: int, tokens: int) -> DSACache:
