@@ -25,5 +25,7 @@ def plain_step(
     """
     logits, _ = verify(model, cache, tokens, place)
     target = sampling.target(logits)
+    if sampling.greedy:
+        return target.argmax(-1)
     _, following = torch.ops.dsa.mtp_verify.default(target, tokens[:, 1:], None, uniforms, sampling.greedy)
     return following[:, None]

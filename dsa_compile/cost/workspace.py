@@ -1,5 +1,7 @@
 """What a prompt takes beside weights and cache while a layer works on it."""
 
+from itertools import pairwise
+
 from dsa_compile.dims import LayerDims
 
 STATES = 6
@@ -30,4 +32,4 @@ def pieces(tokens: int, most: int) -> list[slice]:
     """As few runs of columns as hold at most ``most`` each, of nearly one length, so that they share a graph."""
     count = max(1, -(-tokens // max(1, most)))
     bounds = [tokens * i // count for i in range(count + 1)]
-    return [slice(start, stop) for start, stop in zip(bounds, bounds[1:])]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
