@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._dynamo.backends.registry import _BACKENDS, register_backend
 from torch.fx import GraphModule
 
 import dsa_compile.lowering
 from dsa_compile import compat, programs, report
+from dsa_compile.bodies import compile_bodies
 from dsa_compile.config import DSAConfig
 from dsa_compile.passes.base import is_dsa_op
 from dsa_compile.passes.overlap_indexer import started_programs
@@ -53,6 +55,11 @@ def dsa_backend(
         **compat.mode_options(config.mode),
         "post_grad_custom_post_pass": compat.identity_pass(cache_key(config)),
     }
+    if not torch.is_grad_enabled() and not patches.get("triton.cudagraphs"):
+        parts = compile_bodies(gm, lambda program, inputs: compat.compile_part(program, inputs, patches))
+        if parts is not None:
+            result.notes.append(f"{parts.count} bodies run, {parts.compiled} of them compiled")
+            return parts.module.forward
     return compat.compile_fx(gm, example_inputs, patches)
 
 

@@ -117,12 +117,12 @@ def compile_fx(gm: GraphModule, example_inputs: list[Any], config_patches: dict[
     return compiled
 
 
-def compile_part(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a graph that an op of another runs, while that other is compiled. What it returns has no gradient."""
+def compile_part(gm: GraphModule, example_inputs: list[Any], config_patches: dict[str, Any]) -> Callable[..., Any]:
+    """Compile a graph that another runs, while that other is compiled. What it returns has no gradient."""
     from torch._guards import TracingContext, detect_fake_mode, tracing
 
     with torch.no_grad(), tracing(TracingContext(detect_fake_mode(example_inputs))):
-        return compile_fx(gm, example_inputs, {})
+        return compile_fx(gm, example_inputs, config_patches)
 
 
 def register_lowering(op: Any, lower: Callable[..., Any]) -> None:

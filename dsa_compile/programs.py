@@ -33,7 +33,7 @@ def compile_program(name: str, inputs: Sequence[Tensor]) -> None:
 
     ``inputs``: fake ones.
     """
-    _compiled[name] = compat.compile_part(_programs[name], [*inputs])
+    _compiled[name] = compat.compile_part(_programs[name], [*inputs], {})
 
 
 def run(name: str, inputs: Sequence[Tensor]) -> Tensor:
