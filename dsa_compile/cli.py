@@ -511,6 +511,19 @@ def bench_model(
     _bench("model", out, **{name: value for name, value in given.items() if value})
 
 
+@bench_app.command("page")
+def bench_page(
+    figures: Annotated[Path, typer.Argument(help="What 'bench model --out' wrote.")],
+    out: Annotated[Path, typer.Option(help="The Markdown page; its picture goes beside it.")],
+) -> None:
+    """Make a page and a picture of the figures of 'bench model'; nothing is run."""
+    with one_line_errors():
+        _check_out(out)
+        from dsa_compile.bench.page import page
+
+        page(figures, out)
+
+
 def _check_one_way(checkpoint: Path | None, slice: list[str] | None, foreign: dict[str, Any]) -> None:
     """Of ``bench mtp``: either generation or steps, and no option of the other."""
     from dsa_compile.errors import ConfigError

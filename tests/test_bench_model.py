@@ -6,12 +6,12 @@ import pytest
 import torch
 from stopwatch import Cpu, bench
 
+import dsa_compile
 from dsa_compile.bench import model, model_sizes, model_ways, timing
 from dsa_compile.bench.kernels import GROUPS, REST, by_group
 from dsa_compile.models.miniature import miniature
 
 ASKED = ("--batch", 2, "--context", 20, "--context", 30, "--prompt", 24)
-optimize = model_ways.optimize
 
 
 class Clock(Cpu):
@@ -30,7 +30,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(model, "whole_model", made)
     monkeypatch.setattr(model, "attention_layer", made)
     monkeypatch.setattr(model_ways, "kernel_times", lambda work: (work(), {"score": 3.0, "nvjet_1": 4.0})[1])
-    monkeypatch.setattr(model_ways, "optimize", lambda model, **options: optimize(model, lowering="eager", **options))
+    monkeypatch.setattr(model_ways, "optimize", dsa_compile.prepare)
     monkeypatch.setattr(model_ways, "TIMED_TOKENS", 8)
     monkeypatch.setattr(model_ways, "RUNS", 1)
     monkeypatch.setattr(model_ways.TheirsCompiled, "decode", model_ways.Theirs.decode)
@@ -92,6 +92,32 @@ def test_sizes_are_those_of_the_whole_models(monkeypatch):
 )
 def test_kernels_are_told_apart_by_name(kernel, group):
     assert by_group({kernel: 2.0}) == dict.fromkeys([*GROUPS, REST], 0.0) | {group: 2.0}
+
+
+def test_a_page_shows_what_was_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    shared = {"model": "deepseek_v32", "what": "decode", "batch": 1, "tokens": 8192}
+    parts = dict.fromkeys([*GROUPS, REST], 20.0)
+    rows = [
+        {**shared, "way": "dsa_compile", "us": 1500.0, "generate_us": 1600.0, "graph_bytes": 3 << 20, "parts": parts},
+        {**shared, "way": "transformers, eager", "us": 6000.0},
+        {**shared, "way": "transformers, compiled", "refused": "out of memory"},
+    ]
+    figures = {"title": "4 layers", "device": "a GPU", "torch": "2.11", "rows": rows}
+    (tmp_path / "model.json").write_text(json.dumps(figures))
+    result = bench("page", tmp_path / "model.json", "--out", tmp_path / "performance.md")
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "performance.md").read_text()
+    assert "| 1 | 8,192 | 1.500 | 6.000 4.00x | out of memory | 1.60 | 3.00 |" in text
+    assert "(performance.png)" in text
+    assert (tmp_path / "performance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_of_something_else_is_refused(tmp_path):
+    (tmp_path / "model.json").write_text("[]")
+    result = bench("page", tmp_path / "model.json", "--out", tmp_path / "performance.md")
+    assert result.exit_code == 2
+    assert "expected a file that 'dsa-compile bench model --out' wrote" in " ".join(result.output.split())
 
 
 def test_an_unknown_model_is_named(tiny):
