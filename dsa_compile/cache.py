@@ -1,5 +1,6 @@
 """`DSACache`: latent rows and index keys of every layer, compact, preallocated, with a length per sequence."""
 
+import copy
 import json
 import os
 import tempfile
@@ -116,6 +117,13 @@ class DSACacheLayer(CacheLayerMixin):
         kept = self.latent.new_zeros(self.batch_size, dims.kept_topk, dtype=torch.int32)
         self.kept = compat.fixed_address(kept) if dims.kept_topk else None
         self.is_initialized = True
+
+    def first(self, lengths: Lengths) -> Self:
+        """The same memory for as many of its first sequences as ``lengths`` has."""
+        part = copy.copy(self)
+        part.lengths = lengths
+        part._replace(lambda pool: pool[: lengths.valid.shape[0]])
+        return part
 
     def pools(self) -> dict[str, Tensor]:
         """The pools that there are, by the name of their attribute; slots are their second dimension."""
@@ -259,6 +267,14 @@ class DSACache(Cache):
                 DSACacheLayer(d, self.lengths, capacity, dtype, device, fp8=fp8, fp8_keys=fp8_keys) for d in self.dims
             ]
         )
+
+    def first(self, batch_size: int) -> Self:
+        """A cache of the first sequences in the same memory, with lengths of its own and no token yet."""
+        part = copy.copy(self)
+        state = None if self.lengths.state is None else torch.zeros_like(self.lengths.state[:batch_size])
+        part.lengths = Lengths(batch_size, self.device, state)
+        part.layers = [layer.first(part.lengths) for layer in self.layers]
+        return part
 
     @property
     def capacity(self) -> int:

@@ -1,5 +1,8 @@
 """What fits on a GPU, as a table."""
 
+from io import StringIO
+
+from rich.console import Console
 from rich.table import Table
 
 from dsa_compile.cost.capacity import USABLE, Capacity
@@ -19,3 +22,10 @@ def fit_table(title: str, capacity: Capacity, context: int, batch: int) -> Table
     table.add_row(f"sequences of {context:,} tokens that fit", f"{capacity.largest_batch(context):,}")
     table.add_row(f"tokens of each of {batch:,} sequences that fit", f"{capacity.longest_context(batch):,}")
     return table
+
+
+def fit_text(title: str, capacity: Capacity, context: int, batch: int) -> str:
+    """`fit_table` as the text of an error."""
+    text = StringIO()
+    Console(file=text, width=100).print(fit_table(title, capacity, context, batch))
+    return text.getvalue()

@@ -20,6 +20,7 @@ from dsa_compile.cost.workspace import pieces
 from dsa_compile.decode import decode
 from dsa_compile.errors import CacheError, InputError
 from dsa_compile.generate import sample
+from dsa_compile.lending import Lender, check_memory
 from dsa_compile.models.mtp_step import UNCOMPILED, Graphs
 from dsa_compile.models.plain_step import plain_step
 from dsa_compile.pace import Pace
@@ -54,6 +55,7 @@ class Guard:
         self._compile: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._run: Callable[..., Any] = _forward
         self._graphs: dict[int, Graphs] = {}
+        self._lender = Lender()
         self._plain_steps: dict[int, Callable[..., Any]] = {}  # by batch size
         self._decoders: WeakKeyDictionary[DSACache, tuple[tuple[int, ...], dict[Sampling, Decoder]]] = (
             WeakKeyDictionary()
@@ -69,6 +71,7 @@ class Guard:
         self._graphs.clear()
         self._plain_steps.clear()
         self._decoders.clear()
+        self._lender.clear()
 
     def _compiled(
         self, function: Callable[..., Any], name: str | None = None, *, captured: bool = False
@@ -122,8 +125,21 @@ class Guard:
         inductor = backend in ("dsa", dsa_backend) and self.model.dsa.config.lowering == "inductor"
         return inductor and self.model.device.type == "cuda"
 
+    def cache_of_generation(self, batch_size: int, tokens: int) -> DSACache:
+        """An empty cache for a call of ``generate``, in memory of an earlier call where there is some.
+
+        Raises:
+            CacheCapacityError: the device has no memory for it; nothing was allocated.
+        """
+        if self.replays and not self.model.dsa.drafts:
+            return self._lender.lend(self.model, batch_size, tokens)
+        check_memory(self.model, batch_size, tokens)
+        cache: DSACache = self.model.cache_for(batch_size, tokens)
+        return cache
+
     def decoder(self, cache: DSACache, sampling: Sampling) -> Decoder:
         """Plain steps over a cache, recorded where they replay, and once for as long as all stays where it lies."""
+        cache = self._lender.whole(cache)
         where = addresses(self.model, cache)
         if cache not in self._decoders or self._decoders[cache][0] != where:
             self._decoders[cache] = (where, {})
@@ -138,7 +154,13 @@ class Guard:
     def sample(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``generate`` calls for greedy search and sampling; ``plain`` is transformers' own loop."""
         if not self.model.dsa.drafts:
-            return decode(self.model, self.decoder, plain, *args, **kwargs) if self.replays else plain(*args, **kwargs)
+            if not self.replays:
+                return plain(*args, **kwargs)
+            output = decode(self.model, self.decoder, plain, *args, **kwargs)
+            cache = kwargs.get("past_key_values")
+            if isinstance(output, Tensor) and isinstance(cache, DSACache):  # it hands the cache to nobody
+                self._lender.give_back(cache)
+            return output
         pace = None
         if self.model.dsa.config.mtp.drafts == "auto":
             pace = self._paces.setdefault(args[0].shape[0], Pace(self.model.dsa.drafts))

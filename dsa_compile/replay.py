@@ -52,7 +52,7 @@ class Decoder:
             offset=torch.zeros(B, dtype=torch.int64, device=device),
         )
         self._uniforms = torch.zeros(B, 1, device=device)
-        self._greedy, self.bytes = sampling.greedy, 0
+        self._rows, self._greedy, self.bytes = B, sampling.greedy, 0
 
         def advance() -> None:
             self._tokens.copy_(step(model, cache, self._tokens, self._place, sampling, self._uniforms))
@@ -63,6 +63,7 @@ class Decoder:
     def _record(self, advance: Callable[[], None]) -> Callable[[], None]:
         advance()  # compiles, which a capture cannot; no sequence is alive, so nothing is written
         torch.cuda.synchronize(self._tokens.device)
+        torch.cuda.empty_cache()  # as a capture does first: what it frees is not what it takes
         free = torch.cuda.mem_get_info(self._tokens.device)[0]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -75,17 +76,20 @@ class Decoder:
         """Set where sequences are.
 
         Args:
-            tokens: int64[B, 1], the last ones, which no cache holds yet. valid: int64[B], tokens in the cache.
-            positions: int64[B], of ``tokens``.
+            tokens: int64[B, 1], the last ones, which no cache holds yet; the cache may have more rows.
+            valid: int64[B], tokens in the cache. positions: int64[B], of ``tokens``.
         """
-        self._tokens.copy_(tokens)
-        self._place.valid.copy_(valid)
-        self._place.offset.copy_(positions - valid)
-        self._place.alive.fill_(True)
+        B = tokens.shape[0]
+        self._rows = B
+        self._tokens[:B] = tokens
+        self._place.valid[:B] = valid
+        self._place.offset[:B] = positions - valid
+        self._place.alive[:] = False
+        self._place.alive[:B] = True
 
     def finish(self, finished: list[bool]) -> None:
         """Leave these sequences as they are from the next step on."""
-        self._place.alive.copy_(~torch.tensor(finished))
+        self._place.alive[: self._rows] = ~torch.tensor(finished, device=self._tokens.device)
 
     def launch(self) -> None:
         """Start a step, without a look at what it gives."""
@@ -96,7 +100,7 @@ class Decoder:
     def advance(self) -> Arriving:
         """Start a step; its tokens arrive while the next ones run."""
         self.launch()
-        tokens = self._tokens.to("cpu", non_blocking=True, copy=True)
+        tokens = self._tokens[: self._rows].to("cpu", non_blocking=True, copy=True)
         if self._tokens.device.type != "cuda":
             return Arriving(tokens, None)
         copied = torch.cuda.Event()

@@ -125,7 +125,9 @@ class PreparedModel:
                 "its tokens in a DSACache. Leave cache_implementation out."
             )
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-        model_kwargs["past_key_values"] = self.cache_for(rows, max_cache_length + self.dsa.draft_slots)
+        model_kwargs["past_key_values"] = self.dsa_guard.cache_of_generation(
+            rows, max_cache_length + self.dsa.draft_slots
+        )
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         """Greedy search and sampling of ``generate``."""

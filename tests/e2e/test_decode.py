@@ -6,12 +6,15 @@ from cases import TOPK, left_padded, token_ids
 from mtp import prepared
 from transformers.generation.streamers import BaseStreamer
 
+from dsa_compile import lending
 from dsa_compile.errors import CacheCapacityError
 from dsa_compile.guard import Guard
+from dsa_compile.lending import bucket
+from dsa_compile.models import prepared as prepared_models
 from dsa_compile.replay import Decoder
 
 LENGTH = TOPK + 3
-NEW = 12
+NEW = 8
 GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": NEW}
 V32 = "deepseek_v32"
 
@@ -64,7 +67,9 @@ def assert_same(ours, theirs):
                 torch.testing.assert_close(pool[row, :length], other.pools()[name][row, :length], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("case", ["deepseek_v32", "deepseek_v3", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    "case", [V32, *(pytest.param(case, marks=pytest.mark.slow) for case in ("deepseek_v3", "glm_moe_dsa"))]
+)
 def test_tokens_and_cache_are_those_of_transformers_loop(steps, monkeypatch, device, case):
     assert_same(*both(monkeypatch, device, case))
     assert len(steps) == NEW - 1
@@ -154,3 +159,47 @@ def test_steps_are_made_once_for_pools_that_stay(steps, device):
     cache.reset()
     model.generate(prompt, **GREEDY, past_key_values=cache)
     assert made.isdisjoint(model.dsa_guard._decoders[cache][1].values())
+
+
+def test_calls_find_the_memory_and_the_steps_of_earlier_ones(steps, monkeypatch, device):
+    """Three sequences, then four shorter ones in the same rows, then more tokens than there is room for."""
+    model, plain = prepared(V32, device), prepared(V32, device)
+    made = []
+    monkeypatch.setattr(prepared_models, "CAPACITY_STEP", 32)
+    monkeypatch.setattr(model, "cache_for", lambda *sizes: made.append(sizes) or type(model).cache_for(model, *sizes))
+    for inputs, new in (
+        (batch(device, 3), NEW),
+        (batch(device, 4), 5),
+        (batch(device, 2), NEW),
+        (batch(device, 3), 3 * NEW),
+    ):
+        arguments = {**GREEDY, "max_new_tokens": new}
+        monkeypatch.setattr(Guard, "replays", False)
+        want = plain.generate(**inputs, **arguments)
+        monkeypatch.setattr(Guard, "replays", True)
+        assert torch.equal(model.generate(**inputs, **arguments), want)
+    assert [rows for rows, _ in made] == [4, 2, 4]
+
+
+def test_a_cache_that_is_handed_out_is_its_callers(steps, device):
+    model, arguments = prepared(V32, device), GREEDY | {"return_dict_in_generate": True}
+    first, second = (model.generate(**batch(device), **arguments).past_key_values for _ in range(2))
+    assert first.layers[0].latent.data_ptr() != second.layers[0].latent.data_ptr()
+
+
+def test_sequences_are_padded_to_few_numbers_of_rows():
+    assert [bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17)] == [1, 2, 4, 4, 8, 8, 16, 16, 24]
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_what_the_device_cannot_hold_is_refused_with_a_table(steps, monkeypatch, device, replays):
+    model = prepared(V32, device)
+    monkeypatch.setattr(Guard, "replays", replays)
+    weights = sum(p.nbytes for p in model.parameters())
+    token = sum(model.make_cache(1, 1).bytes_per_token())
+    monkeypatch.setattr(lending, "device_memory", lambda device: (weights + 256 * token) / 0.9 + 1)
+    assert model.generate(token_ids(1, LENGTH, device), **GREEDY).shape[1] == LENGTH + NEW
+    with pytest.raises(CacheCapacityError, match="nothing was allocated") as error:
+        model.generate(token_ids(2, 256, device), **GREEDY)
+    assert "sequences of 263 tokens that fit" in str(error.value)
+    assert model.generate(token_ids(1, LENGTH, device), **GREEDY).shape[1] == LENGTH + NEW

@@ -1,0 +1,70 @@
+"""Caches that ``generate`` makes for itself, and finds again, so that what was recorded over them can be replayed."""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from dsa_compile.cache import DSACache
+from dsa_compile.cost.capacity import Capacity
+from dsa_compile.errors import CacheCapacityError
+from dsa_compile.fit_table import fit_text
+from dsa_compile.measure import device_memory
+
+
+def bucket(batch_size: int) -> int:
+    """Rows that serve so many sequences: 1, 2, 4, 8, then multiples of 8. Each number of rows is a graph of its own."""
+    return -(-batch_size // 8) * 8 if batch_size > 4 else 1 << (batch_size - 1).bit_length()
+
+
+class Lender:
+    """One cache a `bucket`, lent to one call after another; one that a call hands out is its caller's."""
+
+    def __init__(self) -> None:
+        self._idle: dict[int, DSACache] = {}
+        self._lent: WeakKeyDictionary[DSACache, DSACache] = WeakKeyDictionary()
+
+    def lend(self, model: Any, batch_size: int, tokens: int) -> DSACache:
+        """An empty cache of this many sequences, in the first rows of one that takes at least ``tokens``.
+
+        Raises:
+            CacheCapacityError: the device has no memory for it; nothing was allocated.
+        """
+        rows = bucket(batch_size)
+        whole = self._idle.pop(rows, None)
+        if whole is None or whole.capacity < tokens:
+            whole = None  # before its successor takes its place
+            check_memory(model, rows, tokens)
+            whole = model.cache_for(rows, tokens)
+        part: DSACache = whole.first(batch_size)
+        self._lent[part] = whole
+        return part
+
+    def whole(self, cache: DSACache) -> DSACache:
+        """All rows of a lent cache; any other cache as it is."""
+        return self._lent.get(cache, cache)
+
+    def give_back(self, cache: DSACache) -> None:
+        """What was lent may be lent again."""
+        if (whole := self._lent.pop(cache, None)) is not None:
+            self._idle[whole.batch_size] = whole
+
+    def clear(self) -> None:
+        self._idle.clear()
+
+
+def check_memory(model: Any, batch_size: int, tokens: int) -> None:
+    """Raise CacheCapacityError, with a table, if weights and caches of so many sequences outgrow the model's GPU."""
+    memory = device_memory(model.device)
+    if memory is None:
+        return
+    capacity = Capacity(
+        memory=memory,
+        weights=sum(p.nbytes for p in model.parameters()),
+        token=sum(model.make_cache(1, 1).bytes_per_token()),
+    )
+    if not capacity.fits(tokens, batch_size):
+        raise CacheCapacityError(
+            f"generate: {batch_size} sequences of {tokens} tokens do not fit beside the weights on {model.device}; "
+            "nothing was allocated. Ask for a smaller batch or fewer tokens, or keep the cache in fp8 with "
+            f"optimize(model, cache={{'dtype': 'fp8', 'index_dtype': 'fp8'}}).\n"
+            + fit_text(str(model.device), capacity, tokens, batch_size)
+        )
