@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.registry import _BACKENDS, register_backend
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 import dsa_compile.lowering
 from dsa_compile import compat, programs, report
 from dsa_compile.bodies import compile_bodies
 from dsa_compile.config import DSAConfig
-from dsa_compile.passes.base import is_dsa_op
+from dsa_compile.passes.base import arguments, is_dsa_op, is_op, value_of
 from dsa_compile.passes.overlap_indexer import started_programs
 from dsa_compile.passes.pipeline import rewrite
 
@@ -51,16 +51,24 @@ def dsa_backend(
     dsa_compile.lowering.register_inductor()
     for name, inputs in started_programs(gm.graph).items():
         programs.compile_program(name, inputs)
-    patches = {
+    patches: dict[str, Any] = {
         **compat.mode_options(config.mode),
         "post_grad_custom_post_pass": compat.identity_pass(cache_key(config)),
     }
+    if of_one_row(gm.graph):
+        patches |= compat.ONE_ROW
     if not torch.is_grad_enabled() and not patches.get("triton.cudagraphs"):
         parts = compile_bodies(gm, lambda program, inputs: compat.compile_part(program, inputs, patches))
         if parts is not None:
             result.notes.append(f"{parts.count} bodies run, {parts.compiled} of them compiled")
             return parts.module.forward
     return compat.compile_fx(gm, example_inputs, patches)
+
+
+def of_one_row(graph: Graph) -> bool:
+    """Whether a graph appends a single token: its time is that of reading each weight once."""
+    rows = [value_of(arguments(n)["slots"]).shape for n in graph.nodes if is_op(n, "cache_write")]
+    return bool(rows) and all(tuple(shape) == (1, 1) for shape in rows)
 
 
 def cache_key(config: DSAConfig) -> tuple[bytes, str]:

@@ -105,6 +105,10 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     return dict(list_mode_options(mode)) if mode else {}
 
 
+ONE_ROW: dict[str, Any] = {"coordinate_descent_tuning": True}
+"""Inductor settings with which products of one row are reductions, tuned and fused with what is around them."""
+
+
 def without_cuda_graphs(mode: str | None) -> str | None:
     """The mode of ``torch.compile`` that does as this one, but for CUDA graphs."""
     return {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(mode or "", mode)

@@ -130,20 +130,24 @@ def test_a_streamer_gets_every_token(steps, device):
     assert printed.ended
 
 
-def test_an_interrupted_call_leaves_the_cache_as_the_prompt_did(steps, monkeypatch, device):
-    class Interrupting(Printed):
-        def put(self, value):
-            if len(self.columns) == 4:
-                raise KeyboardInterrupt
-            super().put(value)
-
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_call_that_breaks_off_leaves_the_cache_as_the_prompt_did(steps, monkeypatch, device, error):
     model, prompt = prepared(V32, device), token_ids(1, LENGTH, device)
-    want, cache = model.generate(prompt, **GREEDY), model.make_cache(1, 64)
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(prompt, **GREEDY, past_key_values=cache, streamer=Interrupting())
+    want, cache, launch = model.generate(prompt, **GREEDY), model.make_cache(1, 64), Decoder.launch
+
+    def breaking(decoder):
+        launch(decoder)
+        if len(steps) == NEW + 3:
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "launch", breaking)
+        with pytest.raises(error):
+            model.generate(prompt, **GREEDY, past_key_values=cache)
     assert cache.lengths.valid.tolist() == [LENGTH]
     cache.reset()
     assert torch.equal(model.generate(prompt, **GREEDY, past_key_values=cache), want)
+    assert torch.equal(model.generate(prompt, **GREEDY), want)
 
 
 def test_steps_are_made_once_for_pools_that_stay(steps, device):
