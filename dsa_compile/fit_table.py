@@ -15,6 +15,7 @@ def fit_table(title: str, capacity: Capacity, context: int, batch: int) -> Table
     table.add_column(justify="right")
     table.add_row(f"memory, {USABLE:.0%} of it", f"{capacity.memory * USABLE / 1e9:,.2f} GB")
     table.add_row("weights", f"{capacity.weights / 1e9:,.2f} GB")
+    table.add_row("a prompt while it runs", f"{capacity.workspace / 1e9:,.2f} GB")
     table.add_row("a cached token", f"{capacity.token:,} B")
     table.add_row(f"cache of {batch:,} x {context:,} tokens", f"{capacity.token * batch * context / 1e9:,.2f} GB")
     table.add_section()

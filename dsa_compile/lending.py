@@ -60,6 +60,7 @@ def check_memory(model: Any, batch_size: int, tokens: int) -> None:
         memory=memory,
         weights=sum(p.nbytes for p in model.parameters()),
         token=sum(model.make_cache(1, 1).bytes_per_token()),
+        workspace=model.prompt_bytes(batch_size * tokens),
     )
     if not capacity.fits(tokens, batch_size):
         raise CacheCapacityError(

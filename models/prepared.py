@@ -93,6 +93,10 @@ class PreparedModel:
             itemsize=self.dtype.itemsize,  # type: ignore[attr-defined]
         )
 
+    def prompt_bytes(self, tokens: int) -> int:
+        """Bytes that prompts of ``tokens`` in all take while they run: no more than ``prefill_budget``."""
+        return min(self.dsa.config.prefill_budget, self.workspace_bytes() * tokens)
+
     def cache_for(self, batch_size: int, tokens: int) -> DSACache:
         """A cache that takes at least ``tokens``, or what ``CacheConfig.capacity`` says."""
         stepped = -(-max(tokens, 1) // CAPACITY_STEP) * CAPACITY_STEP
