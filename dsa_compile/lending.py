@@ -33,10 +33,19 @@ class Lender:
         if whole is None or whole.capacity < tokens:
             whole = None  # before its successor takes its place
             check_memory(model, rows, tokens)
+            self._make_room(model, rows, tokens)
             whole = model.cache_for(rows, tokens)
         part: DSACache = whole.first(batch_size)
         self._lent[part] = whole
         return part
+
+    def _make_room(self, model: Any, batch_size: int, tokens: int) -> None:
+        """Drop what is idle if it cannot stay beside another cache."""
+        there = capacity(model, batch_size, tokens)
+        idle = sum(cache.nbytes() for cache in self._idle.values())
+        needed = 0 if there is None else there.token * batch_size * model.slots_for(tokens)
+        if there is not None and needed + idle > there.token * there.tokens:
+            self._idle.clear()
 
     def whole(self, cache: DSACache) -> DSACache:
         """All rows of a lent cache; any other cache as it is."""
@@ -53,19 +62,24 @@ class Lender:
 
 def check_memory(model: Any, batch_size: int, tokens: int) -> None:
     """Raise CacheCapacityError, with a table, if weights and caches of so many sequences outgrow the model's GPU."""
+    there = capacity(model, batch_size, tokens)
+    if there is not None and not there.fits(tokens, batch_size):
+        raise CacheCapacityError(
+            f"generate: {batch_size} sequences of {tokens} tokens do not fit beside the weights on {model.device}; "
+            "nothing was allocated. Ask for a smaller batch or fewer tokens, or keep the cache in fp8 with "
+            "optimize(model, cache={'dtype': 'fp8', 'index_dtype': 'fp8'}).\n"
+            + fit_text(str(model.device), there, tokens, batch_size)
+        )
+
+
+def capacity(model: Any, batch_size: int, tokens: int) -> Capacity | None:
+    """What the model's GPU holds in a call of so many sequences; None on a CPU."""
     memory = device_memory(model.device)
     if memory is None:
-        return
-    capacity = Capacity(
+        return None
+    return Capacity(
         memory=memory,
         weights=sum(p.nbytes for p in model.parameters()),
         token=sum(model.make_cache(1, 1).bytes_per_token()),
         workspace=model.prompt_bytes(batch_size * tokens),
     )
-    if not capacity.fits(tokens, batch_size):
-        raise CacheCapacityError(
-            f"generate: {batch_size} sequences of {tokens} tokens do not fit beside the weights on {model.device}; "
-            "nothing was allocated. Ask for a smaller batch or fewer tokens, or keep the cache in fp8 with "
-            f"optimize(model, cache={{'dtype': 'fp8', 'index_dtype': 'fp8'}}).\n"
-            + fit_text(str(model.device), capacity, tokens, batch_size)
-        )

@@ -99,8 +99,11 @@ class PreparedModel:
 
     def cache_for(self, batch_size: int, tokens: int) -> DSACache:
         """A cache that takes at least ``tokens``, or what ``CacheConfig.capacity`` says."""
-        stepped = -(-max(tokens, 1) // CAPACITY_STEP) * CAPACITY_STEP
-        return self.make_cache(batch_size, self.dsa.config.cache.capacity or stepped)
+        return self.make_cache(batch_size, self.slots_for(tokens))
+
+    def slots_for(self, tokens: int) -> int:
+        """Slots of a sequence in `cache_for`."""
+        return self.dsa.config.cache.capacity or -(-max(tokens, 1) // CAPACITY_STEP) * CAPACITY_STEP
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the forward in place, inside the guard. Arguments as for ``torch.compile``."""

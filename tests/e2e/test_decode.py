@@ -210,3 +210,14 @@ def test_what_the_device_cannot_hold_is_refused_with_a_table(steps, monkeypatch,
         model.generate(token_ids(2, 256, device), **GREEDY)
     assert re.search(r"sequences of 263 tokens that fit\W+1\b", str(error.value))
     assert model.generate(token_ids(1, LENGTH, device), **GREEDY).shape[1] == LENGTH + NEW
+
+
+def test_idle_memory_makes_room(steps, monkeypatch, device):
+    """Room for one cache of two sequences or two of one, of 256 slots each: not for both kinds at once."""
+    model = prepared(V32, device)
+    held = sum(p.nbytes for p in model.parameters()) + model.workspace_bytes() * 2 * (LENGTH + NEW)
+    token = sum(model.make_cache(1, 1).bytes_per_token())
+    monkeypatch.setattr(lending, "device_memory", lambda device: (held + 2 * 256 * token) / 0.9)
+    for rows, idle in ((1, {1}), (2, {2}), (2, {2})):
+        model.generate(batch(device, rows)["input_ids"], **GREEDY)
+        assert set(model.dsa_guard._lender._idle) == idle
