@@ -213,13 +213,15 @@ class Guard:
     def _pieces(self, tokens: Tensor, inputs: dict[str, Any]) -> list[slice]:
         """Columns that run one after another, so that ``prefill_budget`` holds what a layer makes of them.
 
-        A call that returns something of every token holds as much anyway, and runs as it is.
+        A call that returns something of every token, or more logits than a piece has, holds as much anyway, and runs
+        as it is.
         """
         T, kept = tokens.shape[1], inputs.get("logits_to_keep", 0)
         if not isinstance(kept, int) or kept < 1 or inputs.get("labels") is not None or self._shows_states(inputs):
             return [slice(0, T)]
         most = self.model.dsa.config.prefill_budget // (self.model.workspace_bytes() * tokens.shape[0])
-        return pieces(T, max(most, kept))
+        parts = pieces(T, most)
+        return parts if kept <= parts[-1].stop - parts[-1].start else [slice(0, T)]
 
     def _shows_states(self, inputs: dict[str, Any]) -> bool:
         return bool(inputs.get("output_hidden_states") or self.model.config.output_hidden_states)

@@ -71,7 +71,13 @@ def test_generate_prefills_in_pieces(device, widths):
 
 
 @pytest.mark.parametrize(
-    "asked", [{}, {"logits_to_keep": 2, "output_hidden_states": True}, {"labels": torch.zeros(ROWS, LENGTH).long()}]
+    "asked",
+    [
+        {},
+        {"logits_to_keep": 6},
+        {"logits_to_keep": 2, "output_hidden_states": True},
+        {"labels": torch.zeros(ROWS, LENGTH).long()},
+    ],
 )
 def test_what_is_asked_of_every_token_runs_whole(device, widths, asked):
     model = in_pieces(device, 5)
