@@ -120,10 +120,16 @@ class Guard:
 
     @property
     def replays(self) -> bool:
-        """Whether plain decoding runs in CUDA graphs of its own, which take what Inductor compiled for a GPU."""
+        """Whether plain decoding runs in CUDA graphs of its own, which take what Inductor compiled for a GPU.
+
+        Not where experts are grouped in a dtype other than bfloat16: there grouped_mm waits for the device.
+        """
+        model = self.model
+        if model.dtype != torch.bfloat16 and model.config._experts_implementation != "batched_mm":
+            return False
         backend = self._compile and self._compile[1].get("backend")
-        inductor = backend in ("dsa", dsa_backend) and self.model.dsa.config.lowering == "inductor"
-        return inductor and self.model.device.type == "cuda"
+        inductor = backend in ("dsa", dsa_backend) and model.dsa.config.lowering == "inductor"
+        return inductor and model.device.type == "cuda"
 
     def cache_of_generation(self, batch_size: int, tokens: int) -> DSACache:
         """An empty cache for a call of ``generate``, in memory of an earlier call where there is some.
