@@ -11,8 +11,9 @@ from torch.fx import Graph, GraphModule
 
 import dsa_compile.lowering
 from dsa_compile import compat, programs, report
+from dsa_compile.bodies import compile_bodies
 from dsa_compile.config import DSAConfig
-from dsa_compile.passes.base import is_dsa_op, is_op, target_name, value_of
+from dsa_compile.passes.base import arguments, is_dsa_op, is_op, target_name, value_of
 from dsa_compile.passes.overlap_indexer import started_programs
 from dsa_compile.passes.pipeline import rewrite
 
@@ -49,9 +50,16 @@ def dsa_backend(
         return gm.forward
     dsa_compile.lowering.register_inductor()
     options = _mode_options(gm.graph, config.mode)
+    if of_one_row(gm.graph) and any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
+        options |= compat.ONE_ROW
     for name, inputs in started_programs(gm.graph).items():
         programs.compile_program(name, inputs, options | {"triton.cudagraphs": False})  # a part of the graph's own
     options["post_grad_custom_post_pass"] = compat.identity_pass(cache_key(config))
+    if not torch.is_grad_enabled() and not options.get("triton.cudagraphs"):
+        parts = compile_bodies(gm, lambda program, inputs: compat.compile_part(program, inputs, options))
+        if parts is not None:
+            result.notes.append(f"{parts.count} bodies run, {parts.compiled} of them compiled")
+            return parts.module.forward
     return compat.compile_fx(gm, example_inputs, options)
 
 
@@ -73,6 +81,12 @@ def _mode_options(graph: Graph, mode: str | None) -> dict[str, Any]:
             stacklevel=2,
         )
     return options | {"triton.cudagraphs": not (prompt or waits)}
+
+
+def of_one_row(graph: Graph) -> bool:
+    """Whether a graph appends a single token: its time is that of reading each weight once."""
+    rows = [value_of(arguments(n)["slots"]).shape for n in graph.nodes if is_op(n, "cache_write")]
+    return bool(rows) and all(tuple(shape) == (1, 1) for shape in rows)
 
 
 def cache_key(config: DSAConfig) -> tuple[bytes, str]:

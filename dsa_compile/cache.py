@@ -1,5 +1,6 @@
 """`DSACache`: latent rows and index keys of every layer, compact, preallocated, with a length per sequence."""
 
+import copy
 import json
 import os
 import tempfile
@@ -116,6 +117,13 @@ class DSACacheLayer(CacheLayerMixin):
         kept = self.latent.new_zeros(self.batch_size, dims.kept_topk, dtype=torch.int32)
         self.kept = compat.fixed_address(kept) if dims.kept_topk else None
         self.is_initialized = True
+
+    def first(self, lengths: Lengths) -> Self:
+        """The same memory for as many of its first sequences as ``lengths`` has."""
+        part = copy.copy(self)
+        part.lengths = lengths
+        part._replace(lambda pool: pool[: lengths.valid.shape[0]])
+        return part
 
     def pools(self) -> dict[str, Tensor]:
         """The pools that there are, by the name of their attribute; slots are their second dimension."""
@@ -260,6 +268,14 @@ class DSACache(Cache):
             ]
         )
 
+    def first(self, batch_size: int) -> Self:
+        """A cache of the first sequences in the same memory, with lengths of its own and no token yet."""
+        part = copy.copy(self)
+        state = None if self.lengths.state is None else torch.zeros_like(self.lengths.state[:batch_size])
+        part.lengths = Lengths(batch_size, self.device, state)
+        part.layers = [layer.first(part.lengths) for layer in self.layers]
+        return part
+
     @property
     def capacity(self) -> int:
         """Slots per sequence."""
@@ -304,6 +320,11 @@ class DSACache(Cache):
         Raises:
             CacheCapacityError: a sequence would outgrow the capacity.
         """
+        self.check_room(valid)
+        return slots_and_visible(valid, self.lengths.valid)
+
+    def check_room(self, valid: Tensor) -> None:
+        """Raise CacheCapacityError if `plan` would."""
         if self.lengths.bound + valid.shape[1] > self.capacity:
             longest = int((self.lengths.valid + valid.sum(1)).max())
             if longest > self.capacity:
@@ -312,7 +333,6 @@ class DSACache(Cache):
                     f"and this call needs {longest}; nothing was written. Ask for more with "
                     f"model.make_cache(batch_size, capacity={longest}) or CacheConfig(capacity={longest})."
                 )
-        return slots_and_visible(valid, self.lengths.valid)
 
     def commit(self, valid: Tensor) -> None:
         """Count the tokens of a call that went through."""

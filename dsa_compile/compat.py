@@ -116,6 +116,15 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     return dict(list_mode_options(mode)) if mode else {}
 
 
+ONE_ROW: dict[str, Any] = {"coordinate_descent_tuning": True}
+"""Inductor settings with which products of one row are reductions, tuned and fused with what is around them."""
+
+
+def without_cuda_graphs(mode: str | None) -> str | None:
+    """The mode of ``torch.compile`` that does as this one, but for CUDA graphs."""
+    return {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(mode or "", mode)
+
+
 def compile_fx(gm: GraphModule, example_inputs: list[Any], config_patches: dict[str, Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
@@ -124,7 +133,7 @@ def compile_fx(gm: GraphModule, example_inputs: list[Any], config_patches: dict[
 
 
 def compile_part(gm: GraphModule, example_inputs: list[Any], config_patches: dict[str, Any]) -> Callable[..., Any]:
-    """Compile a graph that an op of another runs, while that other is compiled. What it returns has no gradient."""
+    """Compile a graph that another runs, while that other is compiled. What it returns has no gradient."""
     from torch._guards import TracingContext, detect_fake_mode, tracing
 
     with torch.no_grad(), tracing(TracingContext(detect_fake_mode(example_inputs))):

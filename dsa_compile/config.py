@@ -140,6 +140,8 @@ class DSAConfig(_Options):
         mtp: attach the checkpoint's MTP layer, with which ``generate`` drafts. None: it is left out.
         cache: how ``generate`` makes caches.
         select_budget: bytes of scores that a selection may hold at once.
+        prefill_budget: bytes that a prompt may take beside weights and cache: a longer one runs in pieces, where the
+            logits of all its tokens are not asked for.
         lowering: ``"inductor"``, or ``"eager"`` to run the rewritten graph as it is (tests, debugging).
         mode: a mode of ``torch.compile`` such as ``"max-autotune"``; needs ``lowering="inductor"``. CUDA graphs, where
             it has them, are of decode steps and drafts; each length of a prompt would be recorded anew.
@@ -160,6 +162,7 @@ class DSAConfig(_Options):
     mtp: MTPConfig | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     select_budget: int = 256 << 20
+    prefill_budget: int = 2 << 30
     lowering: str = "inductor"
     mode: str | None = None
     disable_passes: tuple[str, ...] = ()
@@ -172,8 +175,9 @@ class DSAConfig(_Options):
         check_name(self.plan)
         if self.plan is not None and not isinstance(self.plan, str):
             object.__setattr__(self, "plan", tuple(self.plan))
-        if self.select_budget < 1:
-            raise ConfigError(f"select_budget: expected a positive number of bytes, came {self.select_budget}.")
+        for name in ("select_budget", "prefill_budget"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected a positive number of bytes, came {getattr(self, name)}.")
         if self.index_n_heads < 1 or self.index_head_dim < 1:
             raise ConfigError(
                 f"index_n_heads, index_head_dim: expected at least 1, came {self.index_n_heads}, {self.index_head_dim}."

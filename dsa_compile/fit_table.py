@@ -1,5 +1,8 @@
 """What fits on a GPU, as a table."""
 
+from io import StringIO
+
+from rich.console import Console
 from rich.table import Table
 
 from dsa_compile.cost.capacity import USABLE, Capacity
@@ -12,6 +15,7 @@ def fit_table(title: str, capacity: Capacity, context: int, batch: int) -> Table
     table.add_column(justify="right")
     table.add_row(f"memory, {USABLE:.0%} of it", f"{capacity.memory * USABLE / 1e9:,.2f} GB")
     table.add_row("weights", f"{capacity.weights / 1e9:,.2f} GB")
+    table.add_row("a prompt while it runs", f"{capacity.workspace / 1e9:,.2f} GB")
     table.add_row("a cached token", f"{capacity.token:,} B")
     table.add_row(f"cache of {batch:,} x {context:,} tokens", f"{capacity.token * batch * context / 1e9:,.2f} GB")
     table.add_section()
@@ -19,3 +23,10 @@ def fit_table(title: str, capacity: Capacity, context: int, batch: int) -> Table
     table.add_row(f"sequences of {context:,} tokens that fit", f"{capacity.largest_batch(context):,}")
     table.add_row(f"tokens of each of {batch:,} sequences that fit", f"{capacity.longest_context(batch):,}")
     return table
+
+
+def fit_text(title: str, capacity: Capacity, context: int, batch: int) -> str:
+    """`fit_table` as the text of an error."""
+    text = StringIO()
+    Console(file=text, width=100).print(fit_table(title, capacity, context, batch))
+    return text.getvalue()

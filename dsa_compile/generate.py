@@ -97,21 +97,16 @@ def sample(
     Raises:
         CacheCapacityError: the cache has no room for the drafts behind the longest sequence; nothing was written.
     """
-    reason = _refusal(logits_processor, stopping_criteria, generation_config, synced_gpus, input_ids.shape[0])
+    reason = refusal(logits_processor, stopping_criteria, generation_config, synced_gpus, input_ids.shape[0])
     if reason is not None:
         say_once(f"generate decodes without drafts: {reason}.")
         arguments = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
         return plain(input_ids, logits_processor, stopping_criteria, generation_config, **arguments)
     progress = Progress(input_ids, stopping_criteria, generation_config, streamer)
-    _check_capacity(model, model_kwargs, progress.limit)
-    outputs = model._prefill(input_ids, generation_config, model_kwargs)
-    scores = logits_processor(input_ids, outputs.logits[:, -1].float())  # type: ignore[arg-type]
-    if generation_config.do_sample:
-        first = torch.multinomial(scores.softmax(-1), num_samples=1)
-    else:
-        first = scores.argmax(-1, keepdim=True)
+    check_capacity(model, model_kwargs, progress.limit)
+    cache, first = first_tokens(model, input_ids, logits_processor, generation_config, model_kwargs)
     progress.take(first.tolist())
-    cache, sampling = outputs.past_key_values, _sampling(model, logits_processor, generation_config)
+    sampling = sampling_of(model, logits_processor, generation_config)
     advance: InGraph | BetweenGraphs
     if sampling is not None:
         advance = InGraph(model, graphs, cache, sampling, progress)
@@ -190,7 +185,22 @@ def _alive(progress: Progress, device: torch.device) -> Tensor:
     return ~torch.tensor(progress.finished, device=device)
 
 
-def _refusal(
+def first_tokens(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> tuple[DSACache, Tensor]:
+    """The cache that holds the prompt, and int64[B, 1], the token behind it."""
+    outputs = model._prefill(input_ids, config, model_kwargs)
+    scores = logits_processor(input_ids, outputs.logits[:, -1].float())  # type: ignore[arg-type]
+    if config.do_sample:
+        return outputs.past_key_values, torch.multinomial(scores.softmax(-1), num_samples=1)
+    return outputs.past_key_values, scores.argmax(-1, keepdim=True)
+
+
+def refusal(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     config: GenerationConfig,
@@ -215,7 +225,7 @@ def _refusal(
     return None
 
 
-def _sampling(model: Any, logits_processor: LogitsProcessorList, config: GenerationConfig) -> Sampling | None:
+def sampling_of(model: Any, logits_processor: LogitsProcessorList, config: GenerationConfig) -> Sampling | None:
     """What the graph is to do, or None where there are processors that it cannot stand for."""
     if Sampling.unsupported(config):
         return None
@@ -224,13 +234,14 @@ def _sampling(model: Any, logits_processor: LogitsProcessorList, config: Generat
     return Sampling.of(config) if ours == all_of_them else None
 
 
-def _check_capacity(model: Any, model_kwargs: dict[str, Any], limit: int) -> None:
+def check_capacity(model: Any, model_kwargs: dict[str, Any], limit: int) -> None:
     cache = model_kwargs["past_key_values"]
     longest = int(model_kwargs["attention_mask"].sum(1).max()) + limit - 1
     needed = longest + model.dsa.draft_slots
     if isinstance(cache, DSACache) and needed > cache.capacity:
+        drafts = f" and drafts take {model.dsa.draft_slots} behind them" if model.dsa.drafts else ""
         raise CacheCapacityError(
-            f"DSACache holds {cache.capacity} tokens a sequence, this call may fill {longest} and drafts take "
-            f"{model.dsa.draft_slots} behind them; nothing was written. Ask for more with "
-            f"model.make_cache(batch_size, capacity={needed}) or CacheConfig(capacity={needed})."
+            f"DSACache holds {cache.capacity} tokens a sequence, this call may fill {longest}{drafts}; nothing was "
+            f"written. Ask for more with model.make_cache(batch_size, capacity={needed}) or "
+            f"CacheConfig(capacity={needed})."
         )

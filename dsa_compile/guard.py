@@ -7,17 +7,25 @@ tokens only when the call went through.
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from dsa_compile import compat
+from dsa_compile.backend import dsa_backend
 from dsa_compile.cache import DSACache, slots_and_visible
+from dsa_compile.cost.workspace import pieces
+from dsa_compile.decode import decode
 from dsa_compile.errors import CacheError, InputError
 from dsa_compile.generate import sample
+from dsa_compile.lending import Lender, check_memory
 from dsa_compile.models.mtp_step import UNCOMPILED, Graphs
+from dsa_compile.models.plain_step import plain_step
 from dsa_compile.pace import Pace
+from dsa_compile.replay import Decoder, addresses
+from dsa_compile.sampling import Sampling
 
 PARAMETERS = (
     "input_ids",
@@ -47,6 +55,11 @@ class Guard:
         self._compile: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._run: Callable[..., Any] = _forward
         self._graphs: dict[int, Graphs] = {}
+        self._lender = Lender()
+        self._plain_steps: dict[int, Callable[..., Any]] = {}  # by batch size
+        self._decoders: WeakKeyDictionary[DSACache, tuple[tuple[int, ...], dict[Sampling, Decoder]]] = (
+            WeakKeyDictionary()
+        )
         self._said: set[str] = set()
         self._paces: dict[int, Pace] = {}  # by batch size
 
@@ -56,11 +69,18 @@ class Guard:
         self._compile = (args, {"fullgraph": True, **kwargs})
         self._run = self._compiled(_forward)
         self._graphs.clear()
+        self._plain_steps.clear()
+        self._decoders.clear()
+        self._lender.clear()
 
-    def _compiled(self, function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+    def _compiled(
+        self, function: Callable[..., Any], name: str | None = None, *, captured: bool = False
+    ) -> Callable[..., Any]:
+        """``captured``: in a CUDA graph of ours, which holds none of Inductor's."""
         if self._compile is None:
             return function
         args, kwargs = self._compile
+        kwargs = _without_cuda_graphs(kwargs) if captured else kwargs
         compiled: Callable[..., Any] = torch.compile(compat.own_code(function, name), *args, **kwargs)
         return compiled
 
@@ -87,7 +107,7 @@ class Guard:
         if torch.compiler.is_compiling():
             return self._traced(tokens, inputs)
         self._check(tokens, inputs)
-        if inputs.get("output_hidden_states") or self.model.config.output_hidden_states:
+        if self._shows_states(inputs):
             maybe_install_capturing_hooks(self.model.model)  # takes a lock, which no graph can hold
         cache = self._cache(tokens, inputs)
         if cache is None:
@@ -98,8 +118,55 @@ class Guard:
             return self._run(self.model, _hinted(inputs | {"use_cache": False}, tokens))
         return self._cached(tokens, inputs, cache)
 
+    @property
+    def replays(self) -> bool:
+        """Whether plain decoding runs in CUDA graphs of its own, which take what Inductor compiled for a GPU.
+
+        Not where experts are grouped in a dtype other than bfloat16: there grouped_mm waits for the device.
+        """
+        model = self.model
+        if model.dtype != torch.bfloat16 and model.config._experts_implementation != "batched_mm":
+            return False
+        backend = self._compile and self._compile[1].get("backend")
+        inductor = backend in ("dsa", dsa_backend) and model.dsa.config.lowering == "inductor"
+        return inductor and model.device.type == "cuda"
+
+    def cache_of_generation(self, batch_size: int, tokens: int) -> DSACache:
+        """An empty cache for a call of ``generate``, in memory of an earlier call where there is some.
+
+        Raises:
+            CacheCapacityError: the device has no memory for it; nothing was allocated.
+        """
+        if self.replays and not self.model.dsa.drafts:
+            return self._lender.lend(self.model, batch_size, tokens)
+        check_memory(self.model, batch_size, tokens)
+        cache: DSACache = self.model.cache_for(batch_size, tokens)
+        return cache
+
+    def decoder(self, cache: DSACache, sampling: Sampling) -> Decoder:
+        """Plain steps over a cache, recorded where they replay, and once for as long as all stays where it lies."""
+        cache = self._lender.whole(cache)
+        where = addresses(self.model, cache)
+        if cache not in self._decoders or self._decoders[cache][0] != where:
+            self._decoders[cache] = (where, {})
+        made = self._decoders[cache][1]
+        if sampling not in made:
+            B = cache.batch_size
+            if B not in self._plain_steps:  # each batch size apart, so that it is static
+                self._plain_steps[B] = self._compiled(plain_step, f"plain_step_{B}", captured=True)
+            made[sampling] = Decoder(self.model, self._plain_steps[B], cache, sampling, recorded=self.replays)
+        return made[sampling]
+
     def sample(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``generate`` calls for greedy search and sampling; ``plain`` is transformers' own loop."""
+        if not self.model.dsa.drafts:
+            if not self.replays:
+                return plain(*args, **kwargs)
+            output = decode(self.model, self.decoder, plain, *args, **kwargs)
+            cache = kwargs.get("past_key_values")
+            if isinstance(output, Tensor) and isinstance(cache, DSACache):  # it hands the cache to nobody
+                self._lender.give_back(cache)
+            return output
         pace = None
         if self.model.dsa.config.mtp.drafts == "auto":
             pace = self._paces.setdefault(args[0].shape[0], Pace(self.model.dsa.drafts))
@@ -121,28 +188,49 @@ class Guard:
 
     def _cached(self, tokens: Tensor, inputs: dict[str, Any], cache: DSACache) -> Any:
         valid = self._valid(tokens, inputs.get("attention_mask"), cache)
+        cache.check_room(valid)  # of the whole call, before a piece of it is written
+        positions = _positions(tokens, inputs.get("position_ids"), cache.lengths.padded)
+        before = dict(vars(cache.lengths))
+        try:
+            for columns in self._pieces(tokens, inputs):
+                piece = _columns(inputs | {"position_ids": positions}, columns)
+                output = self._append(tokens[:, columns], piece, valid[:, columns], cache)
+        except BaseException:
+            # the cache may have kept selections of tokens that do not count
+            vars(cache.lengths).update(before, slots=None, current=False)
+            raise
+        cache.fingerprint = cache.fingerprint or self.model.dsa.fingerprint
+        return output
+
+    def _append(self, tokens: Tensor, inputs: dict[str, Any], valid: Tensor, cache: DSACache) -> Any:
+        """One forward, whose tokens are counted behind those of the cache."""
         slots, visible = cache.plan(valid)
-        inputs |= {
-            "attention_mask": visible,
-            "position_ids": _positions(tokens, inputs.get("position_ids"), cache.lengths.padded),
-            "past_key_values": cache,
-            "use_cache": True,
-        }
+        inputs |= {"attention_mask": visible, "past_key_values": cache, "use_cache": True}
         cache.lengths.slots = slots
         if slots.shape[1] > 1:
             compat.hint_dynamic(slots, 1)
-        try:
-            with torch.no_grad():  # a cache is for inference: its writes have no gradient
-                output = self._run(self.model, _hinted(inputs, tokens))
-        except BaseException:
-            cache.lengths.current = False  # it may have kept selections of tokens that do not count
-            raise
-        finally:
-            cache.lengths.slots = None
-        cache.fingerprint = cache.fingerprint or self.model.dsa.fingerprint
+        with torch.no_grad():  # a cache is for inference: its writes have no gradient
+            output = self._run(self.model, _hinted(inputs, tokens))
+        cache.lengths.slots = None
         cache.commit(valid)
         cache.lengths.current &= self._compile is not None  # without a backend nobody keeps selections
         return output
+
+    def _pieces(self, tokens: Tensor, inputs: dict[str, Any]) -> list[slice]:
+        """Columns that run one after another, so that ``prefill_budget`` holds what a layer makes of them.
+
+        A call that returns something of every token, or more logits than a piece has, holds as much anyway, and runs
+        as it is.
+        """
+        T, kept = tokens.shape[1], inputs.get("logits_to_keep", 0)
+        if not isinstance(kept, int) or kept < 1 or inputs.get("labels") is not None or self._shows_states(inputs):
+            return [slice(0, T)]
+        most = self.model.dsa.config.prefill_budget // (self.model.workspace_bytes() * tokens.shape[0])
+        parts = pieces(T, most)
+        return parts if kept <= parts[-1].stop - parts[-1].start else [slice(0, T)]
+
+    def _shows_states(self, inputs: dict[str, Any]) -> bool:
+        return bool(inputs.get("output_hidden_states") or self.model.config.output_hidden_states)
 
     def _check(self, tokens: Tensor, inputs: dict[str, Any]) -> None:
         model = self.model
@@ -240,6 +328,19 @@ def visible_without_cache(tokens: Tensor, mask: Tensor | None, positions: Tensor
         new = torch.diff(positions, dim=-1, prepend=positions[:, :1] - 1) != 1
         start = torch.where(new, steps, 0).cummax(-1).values.to(torch.int32)
     return torch.stack([start, steps + 1], -1).unsqueeze(1)
+
+
+def _columns(inputs: dict[str, Any], columns: slice) -> dict[str, Any]:
+    """The inputs of these tokens alone."""
+    names = [n for n in ("input_ids", "inputs_embeds", "position_ids") if inputs.get(n) is not None]
+    return inputs | {name: inputs[name][:, columns].contiguous() for name in names}
+
+
+def _without_cuda_graphs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments of ``torch.compile`` under a mode that makes no CUDA graphs."""
+    options = dict(kwargs.get("options") or {})
+    mode = compat.without_cuda_graphs(kwargs.get("mode") or options.get("mode"))
+    return {**kwargs, "mode": None, "options": {**options, "mode": mode}}
 
 
 def _positions(tokens: Tensor, positions: Tensor | None, past: int) -> Tensor:

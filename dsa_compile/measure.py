@@ -79,3 +79,8 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU; None of a CPU, which can swap."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

@@ -13,6 +13,7 @@ from dsa_compile.config import DEFAULT_INDEX_TOPK, DSAConfig
 from dsa_compile.dims import LARGEST_TOPK, IndexerDims
 from dsa_compile.errors import CheckpointError, ConfigError, IndexerWeightsError, UnsupportedModelError
 from dsa_compile.lowering.select.projections import hadamard
+from dsa_compile.models.experts import EXPERTS_NAME
 from dsa_compile.models.family import Family, attention_modules, family_of, layer_dims
 from dsa_compile.models.indexer import (
     LightningIndexer,
@@ -84,9 +85,8 @@ def prepare_modules(model: Any, config: DSAConfig) -> None:
         mtp_weights=None if mtp is None else _fingerprint((name,), _first_rows([mtp.eh_proj, mtp.self_attn])),
     )
     _check_reuse(preparation, own)
-    experts = model.config._experts_implementation
-    if experts == "eager":
-        model.set_experts_implementation("grouped_mm")
+    if model.config._experts_implementation in ("eager", "grouped_mm"):
+        model.set_experts_implementation(EXPERTS_NAME)
     model.set_attn_implementation(ATTENTION_NAME)
     for layer, (attention, indexer, rotation) in enumerate(zip(attentions, indexers, rotations)):
         selection = Selection(

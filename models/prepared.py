@@ -6,6 +6,7 @@ from typing import Any
 
 from dsa_compile.cache import DSACache
 from dsa_compile.config import DSAConfig
+from dsa_compile.cost.workspace import token_bytes
 from dsa_compile.dims import LayerDims
 from dsa_compile.errors import InputError
 from dsa_compile.plan import Plan
@@ -82,10 +83,29 @@ class PreparedModel:
             fingerprint=self.dsa.fingerprint,
         )
 
+    def workspace_bytes(self) -> int:
+        """Bytes that one token of a prompt takes while it runs, beside weights and cache."""
+        config: Any = self.config  # type: ignore[attr-defined]
+        return token_bytes(
+            self.dsa.dims[0],
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            expert_intermediate=config.moe_intermediate_size,
+            routed_experts=config.num_experts_per_tok or 0,
+            itemsize=self.dtype.itemsize,  # type: ignore[attr-defined]
+        )
+
+    def prompt_bytes(self, tokens: int) -> int:
+        """Bytes that prompts of ``tokens`` in all take while they run: no more than ``prefill_budget``."""
+        return min(self.dsa.config.prefill_budget, self.workspace_bytes() * tokens)
+
     def cache_for(self, batch_size: int, tokens: int) -> DSACache:
         """A cache that takes at least ``tokens``, or what ``CacheConfig.capacity`` says."""
-        stepped = -(-max(tokens, 1) // CAPACITY_STEP) * CAPACITY_STEP
-        return self.make_cache(batch_size, self.dsa.config.cache.capacity or stepped)
+        return self.make_cache(batch_size, self.slots_for(tokens))
+
+    def slots_for(self, tokens: int) -> int:
+        """Slots of a sequence in `cache_for`."""
+        return self.dsa.config.cache.capacity or -(-max(tokens, 1) // CAPACITY_STEP) * CAPACITY_STEP
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the forward in place, inside the guard. Arguments as for ``torch.compile``."""
@@ -114,12 +134,13 @@ class PreparedModel:
                 "its tokens in a DSACache. Leave cache_implementation out."
             )
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-        model_kwargs["past_key_values"] = self.cache_for(rows, max_cache_length + self.dsa.draft_slots)
+        model_kwargs["past_key_values"] = self.dsa_guard.cache_of_generation(
+            rows, max_cache_length + self.dsa.draft_slots
+        )
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         """Greedy search and sampling of ``generate``."""
-        plain = super()._sample  # type: ignore[misc]
-        return self.dsa_guard.sample(plain, *args, **kwargs) if self.dsa.drafts else plain(*args, **kwargs)
+        return self.dsa_guard.sample(super()._sample, *args, **kwargs)  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]

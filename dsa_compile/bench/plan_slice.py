@@ -16,7 +16,7 @@ from dsa_compile.lowering.fp8_keys import quantise
 LOCAL_EXPERTS = 32
 TUNED = "max-autotune-no-cudagraphs"
 """The mode of ``torch.compile`` that is fastest in a decode step; the graph is the benchmark's own."""
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": 1024,
     "index_topk": 2048,
     "index_head_dim": 128,
@@ -46,15 +46,20 @@ class Slice:
 
     def model(self, layers: int, experts: bool, device: torch.device) -> Any:
         """Random weights in bfloat16 of standard deviation 0.02."""
-        sizes = _COMMON | self.sizes | {"num_hidden_layers": layers, "first_k_dense_replace": 0 if experts else layers}
-        config = getattr(transformers, f"{self.classes}Config")(**sizes)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with device:
-                return getattr(transformers, f"{self.classes}ForCausalLM")(config).eval()
-        finally:
-            torch.set_default_dtype(before)
+        depth = {"num_hidden_layers": layers, "first_k_dense_replace": 0 if experts else layers}
+        return random_model(self.classes, COMMON | self.sizes | depth, device)
+
+
+def random_model(classes: str, sizes: dict[str, Any], device: torch.device) -> Any:
+    """A stock model with random weights in bfloat16 of standard deviation 0.02. ``classes``: how its names begin."""
+    config = getattr(transformers, f"{classes}Config")(**sizes)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            return getattr(transformers, f"{classes}ForCausalLM")(config).eval()
+    finally:
+        torch.set_default_dtype(before)
 
 
 SLICES = {

@@ -105,6 +105,32 @@ def bench_mtp(
     _bench(name, out, **{name: value for name, value in given.items() if value is not None})
 
 
+@app.command("model")
+def bench_model(
+    model: Annotated[list[str] | None, typer.Option(help="deepseek_v32 or glm_moe_dsa; repeat for several.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences of decoding; repeat for several.", min=1)] = None,
+    context: Annotated[list[int] | None, typer.Option(help="Tokens of a sequence; repeat for several.", min=3)] = None,
+    prompt: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; repeat for several.", min=1)] = None,
+    out: Out = None,
+) -> None:
+    """Time decoding and prompts of a whole model with few layers on a GPU, beside stock transformers."""
+    given = {"models": model, "batches": batch, "contexts": context, "prompts": prompt}
+    _bench("model", out, **{name: value for name, value in given.items() if value})
+
+
+@app.command("page")
+def bench_page(
+    figures: Annotated[Path, typer.Argument(help="What 'bench model --out' wrote.")],
+    out: Annotated[Path, typer.Option(help="The Markdown page; its picture goes beside it.")],
+) -> None:
+    """Make a page and a picture of the figures of 'bench model'; nothing is run."""
+    with one_line_errors():
+        check_out(out)
+        from dsa_compile.bench.page import page
+
+        page(figures, out)
+
+
 def _check_one_way(checkpoint: Path | None, slice: list[str] | None, foreign: dict[str, Any]) -> None:
     """Of ``bench mtp``: either generation or steps, and no option of the other."""
     from dsa_compile.errors import ConfigError

@@ -157,6 +157,7 @@ def fits(
             memory=memory,
             weights=sum(p.numel() for p in prepared.parameters()) * WEIGHT_BYTES[weights] / gpus,
             token=sum(prepared.make_cache(1, 1).bytes_per_token()),
+            workspace=prepared.prompt_bytes(context * batch),
         )
         title = f"{model.resolve().name} on {gpu}" + (f", weights over {gpus} of them" if gpus > 1 else "")
         Console().print(fit_table(title, capacity, context, batch))

@@ -182,6 +182,7 @@ CHANGES = {
     "plan": "mli",
     "layer0": "dense",
     "select_budget": 12345,
+    "prefill_budget": 12345,
     "lowering": "eager",
     "mode": "max-autotune",
     "disable_passes": ("sparsify",),
