@@ -23,7 +23,7 @@ def handed(monkeypatch):
     seen = []
 
     def compile_fx(gm, inputs, patches):
-        if patches:
+        if "post_grad_custom_post_pass" in patches:  # no program that a graph starts
             seen.append((gm, patches))
         return gm.forward
 
