@@ -11,6 +11,7 @@ from dsa_compile.models import experts
 @pytest.mark.parametrize(("tokens", "form"), [(1, "batched"), (2, "grouped"), (9, "grouped")])
 def test_one_token_reads_its_experts_where_they_lie(device, monkeypatch, tokens, form):
     ran = []
+    monkeypatch.setattr(experts, "MOST_COPIED", 0)
     for name in ("batched", "grouped"):
         real = getattr(experts, f"{name}_mm_experts_forward")
         monkeypatch.setattr(

@@ -117,6 +117,7 @@ def test_all_tensors_of_a_step_are_on_the_device_of_the_model(handed):
 
 def test_an_operator_that_waits_for_the_device_is_left_out_and_named(device, handed):
     model = optimized("deepseek_v3", device, layers=2, **MODE)
+    model.set_experts_implementation("grouped_mm")
     cache, ids = model.make_cache(2, 16), token_ids(2, 5, device)
     with torch.no_grad():
         model(ids, past_key_values=cache)
