@@ -20,22 +20,32 @@ SCORE_REGISTERS = {False: 160, True: 128}
 """The latter where rows are fp8. What is left of 512 is the gatherer's: 32, or 64 to make bfloat16 of fp8 with."""
 
 
+MOST_SPLITS_OF_PADDING = 2
+"""Shares of a row up to which heads are padded to a tile; where fewer rows wait, smaller tiles are sooner done."""
+
+
 def refusal(call: Call, device: Device, paged: bool, scale: float) -> str | None:
     """Why the kernel does not serve a call that the Triton kernel serves, or None."""
     if device.capability != CAPABILITY:
         return f"it is for compute capability 9.0, the device has {device.capability[0]}.{device.capability[1]}"
-    if call.dtype not in (torch.bfloat16, torch.float16) or call.fp8:
-        return f"it reads latent rows of 16-bit floats, came {torch.uint8 if call.fp8 else call.dtype}"
-    if (call.rank, call.rope) != (512, 64) or call.heads % CONFIG.heads:
-        wanted = f"a multiple of {CONFIG.heads} heads of 512 + 64 values"
-        return f"it takes {wanted}, came {call.heads} of {call.rank} + {call.rope}"
+    if call.dtype not in (torch.bfloat16, torch.float16):
+        return f"it multiplies 16-bit floats, came {call.dtype}"
+    if call.fp8 and call.dtype != torch.bfloat16:
+        return f"it makes bfloat16 of fp8 rows, the queries are {call.dtype}"
+    if (call.rank, call.rope) != (512, 64):
+        return f"it takes latent rows of 512 + 64 values, came {call.rank} + {call.rope}"
     if call.topk is None or paged:
         return "it gathers a selection from pools, came " + ("pages" if paged else "none")
     if not scale > 0:
         return f"it takes the largest score before it scales by a number above 0, came {scale}"
-    if configs.splits(call, CONFIG, device) > 1:
-        return f"it gives a query row to one program a {CONFIG.heads} heads, and {call.rows} rows leave processors idle"
+    if call.heads % CONFIG.heads and splits(call, device) > MOST_SPLITS_OF_PADDING:
+        return f"its tiles are of {CONFIG.heads} heads, too much padding for {call.heads} where {call.rows} rows wait"
     return None if available() else "the installed triton lacks what it is written in"
+
+
+def splits(call: Call, device: Device) -> int:
+    """Shares of a row that run side by side, so that few rows fill the device too."""
+    return configs.splits(call, CONFIG, device)
 
 
 @cache

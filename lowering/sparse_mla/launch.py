@@ -33,7 +33,7 @@ def sparse_mla_cuda(
     device = Device.of(q_absorbed.device)
     refused = gluon.refusal(call, device, block_table is not None, scale)
     if topk_indices is not None and refused is None and gluon.aligned(q_absorbed, q_pe, latent):
-        return gluon.launch(q_absorbed, q_pe, latent, visible, topk_indices, scale)
+        return gluon.launch(q_absorbed, q_pe, latent, visible, topk_indices, scale, gluon.splits(call, device))
     config = configs.configs(call, device)[0]
     return launch(q_absorbed, q_pe, latent, visible, topk_indices, scale, block_table, config, device)
 
