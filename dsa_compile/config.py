@@ -14,6 +14,7 @@ from dsa_compile.plan import LAYER0, check_name
 
 SELECTORS = ("indexer", "attention", "dense")
 LOWERINGS = ("inductor", "eager")
+MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CACHE_DTYPES = (None, "fp8")
 DEFAULT_INDEX_TOPK = 2048
 """``index_topk`` of DeepSeek-V3.2 and GLM-5, used where neither the model nor the user names one."""
@@ -171,6 +172,7 @@ class DSAConfig(_Options):
         _check_count("index_topk", self.index_topk)
         _check_choice("selector", self.selector, (None, *SELECTORS))
         _check_choice("lowering", self.lowering, LOWERINGS)
+        _check_choice("mode", self.mode, MODES)
         _check_choice("layer0", self.layer0, LAYER0)
         check_name(self.plan)
         if self.plan is not None and not isinstance(self.plan, str):

@@ -15,7 +15,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from dsa_compile.distillation import Warmup
 from dsa_compile.errors import CheckpointError, ConfigError
-from dsa_compile.folders import whole_folder
+from dsa_compile.folders import whole_folder, writable
 from dsa_compile.models.family import family_of
 from dsa_compile.models.weights_file import opened
 
@@ -94,6 +94,8 @@ def check_place(model: Any, folder: Path) -> None:
         raise ConfigError(
             f"{folder}: expected a checkpoint to replace, an empty folder, or nothing; came something else."
         )
+    if not writable(folder.absolute().parent):
+        raise ConfigError(f"{folder}: expected a place that can be written to.")
 
 
 def _becomes_v32(model: Any, warmed: Warmup) -> bool:

@@ -21,7 +21,7 @@ def fit_table(title: str, capacity: Capacity, context: int, batch: int) -> Table
     table.add_section()
     table.add_row("fits", "yes" if capacity.fits(context, batch) else "no")
     table.add_row(f"sequences of {context:,} tokens that fit", f"{capacity.largest_batch(context):,}")
-    table.add_row(f"tokens of each of {batch:,} sequences that fit", f"{capacity.longest_context(batch):,}")
+    table.add_row(f"tokens of a sequence that fit, {batch:,} at once", f"{capacity.longest_context(batch):,}")
     return table
 
 

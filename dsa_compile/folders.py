@@ -1,9 +1,22 @@
-"""Folders that appear whole or not at all."""
+"""Folders that appear whole or not at all, and where they can."""
 
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
+
+
+def writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, or in what of its path is there."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        with TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 @contextmanager

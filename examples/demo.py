@@ -62,7 +62,7 @@ for name, model in models.items():
         f"{run.cache_bytes // (rows * slots):,}",
     ]
 
-table = Table(*columns, title=f"codes recalled: float32 on CPU, {torch.get_num_threads()} threads, batch of {rows}")
+table = Table(*columns, title=f"codes recalled: float32 on CPU, threads: {torch.get_num_threads()}, batch of {rows}")
 for cells in zip(*columns.values()):
     table.add_row(*cells)
 table.rows[rows - 1].end_section = True

@@ -24,9 +24,7 @@ CHECKPOINT = Path(__file__).parent / "tinyseek-4m"
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--out", type=Path, default=CHECKPOINT, help="checkpoint folder that gets the indexers")
 parser.add_argument("--steps", type=int, default=160)
-parser.add_argument(
-    "--tokens", type=int, default=3072, help="of every fourth row; the others have five eighths of that"
-)
+parser.add_argument("--tokens", type=int, default=3072, help="of every eighth row; the others have a third of that")
 options = parser.parse_args()
 logging.set_verbosity_error()  # the checkpoint's MTP layer is not loaded; transformers would list its tensors
 

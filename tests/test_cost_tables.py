@@ -105,7 +105,7 @@ def test_fits_says_what_does(folder):
     tokens = int((141e9 * 0.9 - 2 * parameters - prompt) // 336)
     assert found["fits"] == "yes"
     assert found["sequences of 100 tokens that fit"] == f"{tokens // 100:,}"
-    assert found["tokens of each of 2 sequences that fit"] == f"{tokens // 2:,}"
+    assert found["tokens of a sequence that fit, 2 at once"] == f"{tokens // 2:,}"
 
 
 def test_a_plan_and_fp8_make_room_and_what_does_not_fit_exits_with_1(folder):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dsa_compile.folders import whole_folder
+from dsa_compile.folders import whole_folder, writable
 
 
 def write(folder, text):
@@ -45,3 +45,9 @@ def test_what_a_killed_process_left_is_brought_back_or_thrown_away(tmp_path):
         raise KeyboardInterrupt
     assert (tmp_path / "out" / "file").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_where_nothing_can_be_made_is_known_beforehand(tmp_path):
+    assert writable(tmp_path / "new" / "newer")
+    assert not any(tmp_path.iterdir())
+    assert not writable(Path("/proc/new"))

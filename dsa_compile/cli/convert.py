@@ -21,7 +21,7 @@ def convert(
     layer0: Layer0 = "serial",
     index_topk: Topk = None,
     indexer: Annotated[
-        str | None, typer.Option(help="With --retrain: where indexers start. 'random': anew, whatever there is.")
+        str | None, typer.Option(help="'random': new ones, whatever there is. Else, with --retrain, where they start.")
     ] = None,
     index_heads: Annotated[int, typer.Option(help="Heads of a new indexer.")] = 64,
     index_head_dim: Annotated[int, typer.Option(help="Dimension of such a head.")] = 128,

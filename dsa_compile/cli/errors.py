@@ -21,10 +21,12 @@ def one_line_errors() -> Iterator[None]:
 
 
 def check_out(out: Path | None, option: str = "--out") -> None:
+    """Refuse a file that cannot be written, before hours are spent on what it is to hold."""
     from dsa_compile.errors import ConfigError
+    from dsa_compile.folders import writable
 
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise ConfigError(f"{option}: expected a file in a folder that exists, came {out}.")
+    if out is not None and (out.is_dir() or not out.parent.is_dir() or not writable(out.parent)):
+        raise ConfigError(f"{option}: expected a file in a folder that exists and can be written to, came {out}.")
 
 
 def make_folder(path: Path, option: str = "--out") -> Path:

@@ -50,6 +50,7 @@ CONFIGS = [
     ({"index_top": 8}, ConfigError, "unknown option 'index_top'; did you mean 'index_topk'"),
     ({"index_topk": 0}, ConfigError, "index_topk: expected a whole number of at least 1, came 0"),
     ({"selector": "best"}, ConfigError, "selector: expected one of"),
+    ({"mode": "fast"}, ConfigError, "mode: expected one of None, 'default', 'reduce-overhead'"),
     ({"lowering": "cuda"}, ConfigError, "lowering: expected one of 'inductor', 'eager'"),
     ({"indexer": "random", "index_topk": 8193}, ConfigError, "index_topk: expected at most 8192 with an indexer, came"),
     ({"cache": {"index_dtype": "int4"}}, ConfigError, r"CacheConfig\.index_dtype: expected one of None, 'fp8', came"),
