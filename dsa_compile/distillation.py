@@ -91,8 +91,8 @@ def warmup(
     if options.indexer != "random" and not retrain:
         raise ConfigError(
             f"{type(model).__name__} has trained indexers (its own, of its checkpoint, or indexer=). "
-            "Give retrain=True (--retrain) to go on from them, or indexer='random' to begin anew where the model brings "
-            "none."
+            "Give retrain=True (--retrain) to go on from them, or indexer='random' to begin anew where the model "
+            "brings none."
         )
     student = Student(model, options, arguments.seed, sparse=sparse)
     index_topk: int = student.model.dsa.index_topk
