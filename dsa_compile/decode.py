@@ -1,15 +1,15 @@
 """``generate`` without drafts on a GPU: what transformers' sampling loop gives, one replay of a CUDA graph a token."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dsa_compile.cache import DSACache
-from dsa_compile.generate import check_capacity, first_tokens, refusal, sampling_of
+from dsa_compile.generate import check_capacity, count_new, ended, first_tokens, refusal, sampling_of
 from dsa_compile.progress import Progress
 from dsa_compile.replay import Decoder
 from dsa_compile.sampling import Sampling
@@ -55,14 +55,8 @@ def decode(
         made = decoder(cache, sampling)
         made.start(first, cache.lengths.valid, model_kwargs["position_ids"][:, -1] + 1)
         run(made, progress)
-    new = torch.tensor([len(tokens) - 1 for tokens in progress.tokens], device=first.device)
-    cache.commit(torch.arange(int(new.max()), device=first.device) < new[:, None])
-    if streamer is not None:
-        streamer.end()
-    sequences: Any = progress.sequences()
-    if not generation_config.return_dict_in_generate:
-        return sequences
-    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache)
+    count_new(cache, progress)
+    return ended(progress, generation_config, partial(GenerateDecoderOnlyOutput, past_key_values=cache))
 
 
 def run(decoder: Decoder, progress: Progress) -> None:

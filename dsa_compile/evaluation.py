@@ -20,7 +20,7 @@ from dsa_compile.plan import Plan
 from dsa_compile.plan_figures import PlanFigures, plan_figures
 from dsa_compile.record import write_record
 from dsa_compile.replanning import Replanned
-from dsa_compile.texts import TOKENS_PER_K, token_rows
+from dsa_compile.texts import TOKENS_PER_K, plain_tokens, token_rows
 
 SUITE = NeedleSuite()
 
@@ -145,7 +145,9 @@ def evaluate(
     rows = token_rows(texts, tokenizer, tokens, dsa.index_topk)
     questions: list[Question] = []
     if needles is not None:
-        haystack = torch.cat([_tokens(text, tokenizer) for text in texts])
+        haystack = torch.cat(
+            [text.cpu() if isinstance(text, Tensor) else plain_tokens(tokenizer, text) for text in texts]
+        )
         questions = needles.questions(haystack, tokenizer, tokens or TOKENS_PER_K * dsa.index_topk)
     plans = {"dense": Plan((None,) * len(plan.sources)), "own": replanned.own}
     if plan != replanned.own:
@@ -169,9 +171,3 @@ def evaluate(
         questions=tuple(questions),
         answered=answers,
     )
-
-
-def _tokens(text: str | Tensor, tokenizer: Any) -> Tensor:
-    if isinstance(text, Tensor):
-        return text.cpu()
-    return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)

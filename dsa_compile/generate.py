@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,12 +119,8 @@ def sample(
         )
     with model._optimize_model_for_decode():
         statistics = _decode(model, graphs, advance, pace, cache, first, progress, model_kwargs["position_ids"][:, -1])
-    if streamer is not None:
-        streamer.end()
-    sequences: Any = progress.sequences()
-    if not generation_config.return_dict_in_generate:
-        return sequences
-    return GenerateMTPOutput(sequences=sequences, past_key_values=cache, mtp=statistics)
+    made = partial(GenerateMTPOutput, past_key_values=cache, mtp=statistics)
+    return ended(progress, generation_config, made)
 
 
 def _decode(
@@ -169,10 +166,9 @@ def _decode(
                 place = place._replace(alive=_alive(progress, device))
     finally:
         cache.lengths.slots = None
-    new = torch.tensor([len(tokens) - 1 for tokens in progress.tokens], device=device)
     cache.lengths.next_state = state
-    cache.commit(torch.arange(int(new.max()), device=device) < new[:, None])
-    return MTPStatistics(tuple(steps_of), int(new.sum()), verified, tuple(accepted_at), time.perf_counter() - start)
+    new = count_new(cache, progress)
+    return MTPStatistics(tuple(steps_of), new, verified, tuple(accepted_at), time.perf_counter() - start)
 
 
 def _resized(tokens: Tensor, width: int) -> Tensor:
@@ -200,6 +196,21 @@ def first_tokens(
     return outputs.past_key_values, scores.argmax(-1, keepdim=True)
 
 
+def count_new(cache: DSACache, progress: Progress) -> int:
+    """Count the new tokens of each sequence but its last, which no cache holds yet; how many they are in all."""
+    new = [len(tokens) - 1 for tokens in progress.tokens]
+    cache.commit(torch.arange(max(new), device=cache.device) < torch.tensor(new, device=cache.device)[:, None])
+    return sum(new)
+
+
+def ended(progress: Progress, config: GenerationConfig, output: Callable[..., Any]) -> Any:
+    """What ``generate`` returns: the sequences, or what ``output`` makes of ``sequences=``."""
+    if progress.streamer is not None:
+        progress.streamer.end()
+    sequences = progress.sequences()
+    return output(sequences=sequences) if config.return_dict_in_generate else sequences
+
+
 def refusal(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
@@ -207,7 +218,7 @@ def refusal(
     synced_gpus: bool,
     batch_size: int,
 ) -> str | None:
-    """Why a call cannot draft, or None."""
+    """Why a call is left to transformers' loop, drafts or not, or None."""
     if not config.use_cache:
         return "use_cache=False leaves it no cache"
     if synced_gpus:

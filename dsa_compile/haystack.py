@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsa_compile.errors import ConfigError
+from dsa_compile.texts import plain_tokens
 
 ASKED = {
     "single": "\nRecall: the code of {} is",
@@ -92,9 +93,9 @@ def _question(kind: str, length: int, depth: float, haystack: Tensor, tokenizer:
     codes = [str(code) for code in rng.sample(range(1000, 10_000), count)]
     if kind == "multi-value":
         names = names[:1] * count
-    planted = [_tokens(tokenizer, f"\nThe code of {name} is {code}.\n") for name, code in zip(names, codes)]
+    planted = [plain_tokens(tokenizer, f"\nThe code of {name} is {code}.\n") for name, code in zip(names, codes)]
     start = torch.tensor([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], dtype=torch.int64)
-    end = _tokens(tokenizer, ASKED[kind].format(names[0]))
+    end = plain_tokens(tokenizer, ASKED[kind].format(names[0]))
     room = length - len(start) - len(end) - sum(map(len, planted))
     if room < 1:
         raise ConfigError(f"lengths: expected more than {length - room} tokens for a {kind} question, came {length}.")
@@ -115,7 +116,3 @@ def _names(count: int, rng: random.Random) -> list[str]:
     while len(names) < count:
         names["".join(rng.choice("bdfgjklmnprtvz") + rng.choice("aeiou") for _ in range(3))] = None
     return [*names]
-
-
-def _tokens(tokenizer: Any, text: str) -> Tensor:
-    return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)

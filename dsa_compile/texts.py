@@ -38,6 +38,11 @@ def documents_in(texts: Sequence[str]) -> list[str]:
     return [document for text in texts for document in text.split(SEPARATOR) if document.strip()]
 
 
+def plain_tokens(tokenizer: Any, text: str) -> Tensor:
+    """Tokens int64[T] of a piece of text, with nothing in front of it or behind."""
+    return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)
+
+
 def encode(tokenizer: Any, text: str) -> Tensor:
     """Tokens int64[T] of a text, behind the bos token that DeepSeek-family prompts start with."""
     ids = tokenizer(text).input_ids

@@ -12,8 +12,6 @@ from transformers.integrations.moe import (
 
 EXPERTS_NAME = "dsa_experts"
 """``config._experts_implementation`` of a prepared model."""
-
-
 MOST_COPIED = 256 << 20
 """Bytes of experts' weights that are copied so that a step need not wait for the host."""
 
