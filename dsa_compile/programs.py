@@ -28,6 +28,11 @@ def register(program: GraphModule, inputs: Sequence[Tensor], how: str) -> str:
     return name
 
 
+def named(name: str) -> GraphModule:
+    """The program of a name, which a later pass may rewrite before it is compiled."""
+    return _programs[name]
+
+
 def compile_program(name: str, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> None:
     """Let Inductor compile a program while the graph that names it is compiled, for the same sizes.
 

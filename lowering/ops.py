@@ -67,6 +67,11 @@ SCHEMAS = {
         "(Tensor grad_out, Tensor grad_lse, Tensor q_absorbed, Tensor q_pe, Tensor latent, Tensor? visible, "
         "Tensor? mask, Tensor? topk_indices, float scale, Tensor? block_table=None) -> (Tensor, Tensor, Tensor)"
     ),
+    # A row x[..., K] by linear layers without biases, weights [N_i, K] -> [..., sum of N_i]. Whoever names a weight
+    # says that no kernel of a step changes it.
+    "row_products": "(Tensor x, Tensor[] weights) -> Tensor",
+    # Rows x[P, K], or one for all, each by the weights[E, N, K] of the expert that picks int64[P] names -> [P, N].
+    "expert_products": "(Tensor x, Tensor weights, Tensor picks) -> Tensor",
     # Target probabilities (logits if greedy)[B, M+1, vocab], draft_tokens int64[B, M], their probabilities[B, M, vocab]
     # (None: not drawn) and uniforms[B, M+1] -> accepted int64[B] and next_token int64[B].
     "mtp_verify": (
@@ -215,6 +220,22 @@ def _sparse_mla_backward(
 
     check_backward(latent, block_table)
     return q_absorbed.new_empty(q_absorbed.shape), q_pe.new_empty(q_pe.shape), latent.new_empty(latent.shape)
+
+
+@torch.library.register_fake("dsa::row_products")
+def _row_products(x: Tensor, weights: list[Tensor]) -> Tensor:
+    from dsa_compile.lowering.row_products.limits import check_row
+
+    check_row(x, weights)
+    return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
+
+
+@torch.library.register_fake("dsa::expert_products")
+def _expert_products(x: Tensor, weights: Tensor, picks: Tensor) -> Tensor:
+    from dsa_compile.lowering.row_products.limits import check_experts
+
+    check_experts(x, weights, picks)
+    return x.new_empty(picks.shape[0], weights.shape[1])
 
 
 @torch.library.register_fake("dsa::mtp_verify")

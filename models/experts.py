@@ -19,18 +19,38 @@ MOST_COPIED = 256 << 20
 def routed_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What the experts make of hidden_states [T, hidden], weighted and summed: [T, hidden].
 
-    For one token Inductor reads the weights of its experts where they lie, in the kernel that multiplies; for more it
-    copies them for each token, so tokens are sorted by expert. On a GPU the host counts those, but for bfloat16, and no
-    CUDA graph can wait for it: there few tokens are worth copies.
+    For one token a kernel reads the weights of its experts where they lie; Inductor copies them for each token, so that
+    more tokens are sorted by expert. On a GPU the host counts those, but for bfloat16, and no CUDA graph can wait for
+    it: there few tokens are worth copies.
 
     Args:
         top_k_index, top_k_weights: [T, experts of a token].
     """
+    if hidden_states.shape[0] == 1 and _plain(experts, hidden_states):
+        return _one_token(experts, hidden_states, top_k_index[0], top_k_weights[0])
     waits = hidden_states.is_cuda and hidden_states.dtype != torch.bfloat16
     apart = hidden_states.shape[0] == 1 or (waits and top_k_index.numel() * _expert_bytes(experts) <= MOST_COPIED)
     form = batched_mm_experts_forward if apart else grouped_mm_experts_forward
     result: Tensor = form(experts, hidden_states, top_k_index, top_k_weights)
     return result
+
+
+def _one_token(experts: Any, hidden_states: Tensor, picks: Tensor, weights: Tensor) -> Tensor:
+    """[1, hidden]. ``picks``, ``weights``: [experts of a token]."""
+    gated = experts._apply_gate(torch.ops.dsa.expert_products.default(hidden_states, experts.gate_up_proj, picks))
+    products = torch.ops.dsa.expert_products.default(gated, experts.down_proj, picks)
+    return (products * weights[:, None]).sum(0, keepdim=True).to(hidden_states.dtype)
+
+
+def _plain(experts: Any, hidden_states: Tensor) -> bool:
+    """Whether `_one_token` serves: experts with gates and without biases, in their own dtype, on a GPU."""
+    usual = experts.has_gate and not experts.has_bias and not experts.is_transposed
+    return usual and on_gpu(hidden_states) and experts.gate_up_proj.dtype == hidden_states.dtype
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Where a kernel of ours runs, which has no gradient."""
+    return x.is_cuda and not torch.is_grad_enabled()
 
 
 def _expert_bytes(experts: Any) -> int:

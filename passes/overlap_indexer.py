@@ -169,5 +169,7 @@ def _program(body: tuple[Node, ...], inputs: list[Node]) -> GraphModule:
     for i, node in enumerate(body):  # names of its own: layers that do the same share a text
         args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
         made[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"step_{i}")
+    for node, copy in made.items():
+        copy.meta = dict(node.meta)
     graph.output((made[body[-1]],))
     return GraphModule(nn.Module(), graph)

@@ -16,6 +16,7 @@ from dsa_compile.passes.overlap_indexer import OverlapIndexer
 from dsa_compile.passes.plan_selection import PlanSelection
 from dsa_compile.passes.raise_indexer import RaiseIndexer
 from dsa_compile.passes.raise_mla import RaiseMLA
+from dsa_compile.passes.row_products import RowProducts
 from dsa_compile.passes.sparsify import Sparsify
 from dsa_compile.report import Report, log
 
@@ -27,6 +28,7 @@ PIPELINE: tuple[GraphPass, ...] = (
     Sparsify(),
     AbsorbMLA(),
     OverlapIndexer(),
+    RowProducts(),
 )
 
 

@@ -123,18 +123,20 @@ def compiled(source, folder):
     return _compiled(source, folder, num_warps=warps, num_stages=stages)
 
 
-def compiled_kernel(kernel, pointers, constants, folder, **options):
+def compiled_kernel(kernel, pointers, constants, folder, multiples=(), **options):
     """A kernel in Triton or Gluon, compiled for sm_90.
 
     ``pointers``: their types by name, of this kernel and others. What is neither that nor constant is an int32, or a
-    float32 if named ``scale``; pointers and what is called a stride are multiples of 16.
+    float32 if named ``scale``; pointers, ``multiples`` and what is called a stride are multiples of 16.
     """
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
     kinds = {"scale": "fp32"} | pointers | dict.fromkeys(constants, "constexpr")
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-    aligned = [i for i, name in enumerate(kernel.arg_names) if name in pointers or "stride" in name]
+    aligned = [
+        i for i, name in enumerate(kernel.arg_names) if name in pointers or name in multiples or "stride" in name
+    ]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = GluonASTSource if kernel.is_gluon() else ASTSource
     return _compiled(source(kernel, signature, constants, attributes), folder, **options)

@@ -1,0 +1,109 @@
+"""``dsa::row_products`` and ``dsa::expert_products`` in Triton: a program multiplies a few rows of a weight.
+
+A step of one token takes the time of reading its weights, and each kernel of it would wait for the one before to end
+before it asks for the first of them. With DEPENDENT, for launches as dependent grids (programmatic dependent launch),
+a program asks for its first weights, lets the next kernel begin, and then waits for what it reads of others.
+
+Import this module inside functions only: it needs triton.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _weights(W, rows, columns, N, K, EVEN: tl.constexpr):
+    """A tile, each value of which is read once in a step."""
+    mask = rows[:, None] < N
+    if not EVEN:
+        mask = mask & (columns[None, :] < K)
+    place = rows[:, None].to(tl.int64) * K + columns[None, :]
+    return tl.load(W + place, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _multiply(X, W, OUT, rows, N, K, ahead, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
+    """OUT[rows] from the first tile of weights, which is there, and from those behind it."""
+    columns = tl.arange(0, BLOCK_K)
+    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        tile = ahead
+        following = start + BLOCK_K
+        if following < K:
+            ahead = _weights(W, rows, following + columns, N, K, EVEN)
+        x = tl.load(X + start + columns, mask=start + columns < K, other=0.0)
+        sums += tile.to(tl.float32) * x.to(tl.float32)[None, :]
+    tl.store(OUT + rows, tl.sum(sums, 1).to(OUT.dtype.element_ty), mask=rows < N)
+
+
+@triton.jit
+def row_kernel(
+    X,
+    OUT,
+    W0,
+    W1,
+    W2,
+    W3,
+    N0,
+    N1,
+    N2,
+    N3,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Programs are dealt to the weights in turn; a weight that is not there has no rows."""
+    block = tl.program_id(0)
+    W, N = W0, N0
+    if block >= tl.cdiv(N, BLOCK_N):
+        block -= tl.cdiv(N, BLOCK_N)
+        OUT += N
+        W, N = W1, N1
+        if block >= tl.cdiv(N, BLOCK_N):
+            block -= tl.cdiv(N, BLOCK_N)
+            OUT += N
+            W, N = W2, N2
+            if block >= tl.cdiv(N, BLOCK_N):
+                block -= tl.cdiv(N, BLOCK_N)
+                OUT += N
+                W, N = W3, N3
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = _weights(W, rows, tl.arange(0, BLOCK_K), N, K, EVEN)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    _multiply(X, W, OUT, rows, N, K, first, BLOCK_N, BLOCK_K, EVEN)
+
+
+@triton.jit
+def expert_kernel(
+    X,
+    OUT,
+    W,
+    PICKS,
+    x_stride,
+    experts,
+    N,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One row of programs a pick."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.program_id(1)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    OUT += place.to(tl.int64) * N
+    pick = tl.load(PICKS + place)
+    if (pick >= 0) & (pick < experts):
+        W += pick.to(tl.int64) * N * K
+        first = _weights(W, rows, tl.arange(0, BLOCK_K), N, K, EVEN)
+        _multiply(X + place * x_stride, W, OUT, rows, N, K, first, BLOCK_N, BLOCK_K, EVEN)
+    else:
+        tl.store(OUT + rows, tl.zeros([BLOCK_N], OUT.dtype.element_ty), mask=rows < N)

@@ -1,0 +1,97 @@
+"""``dsa::row_products`` and ``dsa::expert_products`` on CUDA: one Triton launch each."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsa_compile.lowering.device import Device
+from dsa_compile.lowering.row_products.reference import expert_products, row_products
+
+MOST_WEIGHTS = 4
+"""Weights that one launch multiplies."""
+LONG = 4096
+"""Values of a row from which on it is read in wide tiles."""
+BYTES_WIDE = 2048
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rows and columns of a tile of weights, and warps of a program."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+def config(K: int, itemsize: int) -> Config:
+    """For rows of ``K`` values: 2 rows of 2 KiB or, of short ones, 1 KiB.
+
+    On an H200 the best of 40 tiles for all weights of DeepSeek-V3.2 but the narrowest, within 3 %.
+    """
+    return Config(2, (BYTES_WIDE if K >= LONG else BYTES_WIDE // 2) // itemsize, 2)
+
+
+def row_products_cuda(x: Tensor, weights: list[Tensor]) -> Tensor:
+    """`reference.row_products` by Triton; by itself in float64, which Triton code here leaves alone."""
+    if x.dtype == torch.float64:
+        return row_products(x, weights)
+    from dsa_compile.lowering.row_products import kernel
+
+    K = x.shape[-1]
+    tile = config(K, x.element_size())
+    weights = [weight.contiguous() for weight in weights]
+    sizes = [weight.shape[0] for weight in weights]
+    absent = MOST_WEIGHTS - len(weights)
+    out = x.new_empty(*x.shape[:-1], sum(sizes))
+    with torch.cuda.device_of(x):
+        kernel.row_kernel[(sum(-(-N // tile.block_n) for N in sizes),)](
+            x.contiguous(),
+            out,
+            *weights,
+            *weights[:1] * absent,
+            *sizes,
+            *[0] * absent,
+            K,
+            **_options(tile, K, x.device),
+        )
+    return out
+
+
+def expert_products_cuda(x: Tensor, weights: Tensor, picks: Tensor) -> Tensor:
+    """`reference.expert_products` by Triton; by itself in float64."""
+    if x.dtype == torch.float64:
+        return expert_products(x, weights, picks)
+    from dsa_compile.lowering.row_products import kernel
+
+    x, weights, picks = x.contiguous(), weights.contiguous(), picks.contiguous()
+    E, N, K = weights.shape
+    P = picks.shape[0]
+    tile = config(K, x.element_size())
+    out = x.new_empty(P, N)
+    with torch.cuda.device_of(x):
+        kernel.expert_kernel[(-(-N // tile.block_n), P)](
+            x, out, weights, picks, K if x.shape[0] > 1 else 0, E, N, K, **_options(tile, K, x.device)
+        )
+    return out
+
+
+def _options(tile: Config, K: int, device: torch.device) -> dict[str, Any]:
+    dependent = _dependent(device)
+    return {
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "EVEN": K % tile.block_k == 0,
+        "DEPENDENT": dependent,
+        "num_warps": tile.num_warps,
+        **({"launch_pdl": True} if dependent else {}),
+    }
+
+
+def _dependent(device: torch.device) -> bool:
+    """Whether to read weights while the kernel before runs.
+
+    In a CUDA graph alone, where no kernel changes them; elsewhere the one before might have.
+    """
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing() and Device.of(device).major >= 9

@@ -1,0 +1,56 @@
+"""What ``dsa::row_products`` and ``dsa::expert_products`` take: errors are raised at capture too."""
+
+from torch import Tensor
+
+from dsa_compile.errors import InputError
+
+
+def check_row(x: Tensor, weights: list[Tensor]) -> None:
+    """Refuse inputs that a kernel would misread.
+
+    Raises:
+        InputError: naming the input, what was expected and what came.
+    """
+    from dsa_compile.lowering.row_products.launch import MOST_WEIGHTS
+
+    K = x.shape[-1]
+    if x.numel() != K or K == 0:
+        raise InputError(f"row_products: expected one row x[..., K], came {list(x.shape)}. Use F.linear for more.")
+    if not 0 < len(weights) <= MOST_WEIGHTS:
+        raise InputError(
+            f"row_products: expected 1 to {MOST_WEIGHTS} weights, came {len(weights)}. Call it once for each four."
+        )
+    for place, weight in enumerate(weights):
+        if weight.dim() != 2 or weight.shape[1] != K:
+            raise InputError(
+                f"row_products: expected weights[{place}] [N, {K}] for x {list(x.shape)}, came {list(weight.shape)}."
+            )
+        _check_kind("row_products", f"weights[{place}]", weight, x)
+
+
+def check_experts(x: Tensor, weights: Tensor, picks: Tensor) -> None:
+    """Refuse inputs that a kernel would misread.
+
+    Raises:
+        InputError: naming the input, what was expected and what came.
+    """
+    if weights.dim() != 3 or x.dim() != 2 or x.shape[1] != weights.shape[2] or 0 in weights.shape:
+        raise InputError(
+            f"expert_products: expected x[P, K] and weights[E, N, K], came {list(x.shape)} and {list(weights.shape)}."
+        )
+    if picks.dim() != 1 or x.shape[0] not in (1, picks.shape[0]) or picks.is_floating_point():
+        raise InputError(
+            f"expert_products: expected picks[P] of integers for x {list(x.shape)}, came {list(picks.shape)} of "
+            f"{picks.dtype}. Give one row for all picks, or one for each."
+        )
+    _check_kind("expert_products", "weights", weights, x)
+    if picks.device != x.device:
+        raise InputError(f"expert_products: expected picks on {x.device} as x, came {picks.device}. Move them there.")
+
+
+def _check_kind(op: str, name: str, weight: Tensor, x: Tensor) -> None:
+    if (weight.dtype, weight.device) != (x.dtype, x.device):
+        raise InputError(
+            f"{op}: expected {name} in {x.dtype} on {x.device} as x, came {weight.dtype} on "
+            f"{weight.device}. Convert one."
+        )

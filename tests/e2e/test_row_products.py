@@ -1,0 +1,33 @@
+"""A model whose steps of one token run by products of rows says what it says without them."""
+
+import pytest
+import torch
+
+import dsa_compile
+from dsa_compile.models import experts
+from dsa_compile.models.miniature import miniature
+from dsa_compile.passes import row_products
+
+PRODUCTS = torch.ops.dsa.row_products.default, torch.ops.dsa.expert_products.default
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"), [("deepseek_v32", "own"), ("deepseek_v32", "mli"), ("glm4_moe_lite", "own")]
+)
+def test_equal_tokens(family, plan, device, graphs, monkeypatch):
+    def generated():
+        options = {"selector": "attention"} if family == "glm4_moe_lite" else {"plan": plan, "layer0": "serial"}
+        model = dsa_compile.optimize(miniature(family).to(device), lowering="eager", **options)
+        prompt = torch.arange(3, 43, device=device)[None]
+        return model.generate(prompt, max_new_tokens=6, do_sample=False)
+
+    monkeypatch.setattr(row_products, "on_gpu", lambda x: False)
+    monkeypatch.setattr(experts, "on_gpu", lambda x: False)
+    want = generated()
+    torch._dynamo.reset()
+    graphs.clear()
+    monkeypatch.setattr(row_products, "on_gpu", lambda x: True)
+    monkeypatch.setattr(experts, "on_gpu", lambda x: not torch.is_grad_enabled())
+    assert torch.equal(generated(), want)
+    step = graphs[-1].graph
+    assert all(step.find_nodes(op="call_function", target=op) for op in PRODUCTS)
