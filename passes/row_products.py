@@ -21,7 +21,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from dsa_compile import programs
-from dsa_compile.lowering.row_products.launch import MOST_WEIGHTS
+from dsa_compile.lowering.row_products.limits import MOST_WEIGHTS
 from dsa_compile.passes.base import Context, GraphPass, Refused, emit, is_linear, value_of
 from dsa_compile.passes.overlap_indexer import started_programs
 
@@ -82,7 +82,7 @@ def _operands(layer: Node) -> tuple[Any, Any, Any]:
     return _source(named["input"]), _source(named["weight"]), named.get("bias")
 
 
-def _source(node: Node) -> Node:
+def _source(node: Any) -> Any:
     """What a conversion returned as it was."""
     while node.op == "call_method" and node.target == "to" and value_of(node) is value_of(node.all_input_nodes[0]):
         node = node.all_input_nodes[0]

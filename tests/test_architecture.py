@@ -28,6 +28,7 @@ LEVELS = {
     "dsa_compile.lowering.fp8_rows": 1,
     "dsa_compile.lowering.pages": 1,
     "dsa_compile.lowering.mtp_verify.limits": 1,
+    "dsa_compile.lowering.row_products.limits": 1,
     "dsa_compile.lowering.select.limits": 1,
     "dsa_compile.lowering.sparse_mla.limits": 1,
     "dsa_compile.cache": 2,
@@ -40,9 +41,10 @@ LEVELS = {
 MATHS = {
     "dsa_compile.lowering.cache_write.compact",
     "dsa_compile.lowering.keep_selection.previous",
+    "dsa_compile.lowering.row_products.limits",
     "dsa_compile.lowering.select.projections",
 }
-"""Plain torch functions of `lowering` that passes and models may use; of everything else they know the op's name."""
+"""Plain torch functions and numbers of `lowering` for passes and models; of all else they know the op's name."""
 
 
 def sources() -> dict[str, Path]:

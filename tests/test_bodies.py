@@ -55,7 +55,10 @@ def test_equal_layers_are_one_body(device, compiled):
 def test_a_plan_makes_few_kinds_of_layers(device, compiled):
     model = deep(device, LAYERS)
     *logits, _ = prompt_and_step(dsa_compile.optimize(model, plan="mli+share:1/2"), device)
-    assert len(compiled) < LAYERS
+    kinds = [int(note.split()[3]) for report in dsa_compile.recent_reports()[-2:] for note in report.notes]
+    assert len(kinds) == 2
+    assert max(kinds) < LAYERS
+    assert len(compiled) < 2 * LAYERS
     twin = dsa_compile.optimize(deep(device, LAYERS), plan="mli+share:1/2", lowering="eager")
     torch.testing.assert_close(logits, [*prompt_and_step(twin, device)[:2]], atol=1e-5, rtol=0)
 

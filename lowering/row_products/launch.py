@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from dsa_compile.lowering.device import Device
+from dsa_compile.lowering.row_products.limits import MOST_WEIGHTS
 from dsa_compile.lowering.row_products.reference import expert_products, row_products
 
-MOST_WEIGHTS = 4
-"""Weights that one launch multiplies."""
 LONG = 4096
 """Values of a row from which on it is read in wide tiles."""
 BYTES_WIDE = 2048

@@ -4,6 +4,9 @@ from torch import Tensor
 
 from dsa_compile.errors import InputError
 
+MOST_WEIGHTS = 4
+"""Weights that one launch multiplies."""
+
 
 def check_row(x: Tensor, weights: list[Tensor]) -> None:
     """Refuse inputs that a kernel would misread.
@@ -11,8 +14,6 @@ def check_row(x: Tensor, weights: list[Tensor]) -> None:
     Raises:
         InputError: naming the input, what was expected and what came.
     """
-    from dsa_compile.lowering.row_products.launch import MOST_WEIGHTS
-
     K = x.shape[-1]
     if x.numel() != K or K == 0:
         raise InputError(f"row_products: expected one row x[..., K], came {list(x.shape)}. Use F.linear for more.")
