@@ -71,7 +71,7 @@ def _mode_options(graph: Graph, mode: str | None) -> dict[str, Any]:
     options = compat.mode_options(mode)
     if not options.get("triton.cudagraphs"):
         return options
-    rows = (value_of(node) for node in graph.nodes if is_op(node, "mla", "sparse_mla"))
+    rows = (value_of(node) for node in graph.nodes if is_op(node, "mla", "sparse_mla", "prefill_mla"))
     prompt = any(isinstance((x[0] if isinstance(x, tuple) else x).shape[1], torch.SymInt) for x in rows)
     waits = any(target_name(node).startswith("grouped_mm_fallback") for node in graph.nodes)
     if waits and not prompt:

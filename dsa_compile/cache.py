@@ -34,6 +34,8 @@ class Lengths:
         valid: int64[B] on the device, tokens stored per sequence.
         seen: bool[B, n] on the device, which of the n padded columns so far held a token.
         slots: int64[B, T] of the running call, -1 for padding; None outside a call.
+        reach: [n, 0]: what the tokens of the running call see lies in the first n slots, a number of the host's, which
+            a graph takes as a size. None where a graph is for one size of pool alone, as those of decoding are.
         state: [B, hidden], what the MTP layer's next row holds of each sequence: the state behind the model's norm of
             its last token, zeros where that is not known (no token yet, or the last ones were removed). None without
             an MTP layer.
@@ -46,6 +48,7 @@ class Lengths:
         self.valid = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.seen = torch.zeros(batch_size, 0, dtype=torch.bool, device=device)
         self.slots: Tensor | None = None
+        self.reach: Tensor | None = None
         self.bound = 0
         """Host-side upper bound of ``valid``."""
         self.current = True
@@ -144,16 +147,21 @@ class DSACacheLayer(CacheLayerMixin):
         raise CacheError("DSACache layers are allocated when the cache is made.")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append latents ``[B, 1, T, R]`` and rope keys ``[B, 1, T, P]``; returns the latent pool, twice."""
+        """Append latents ``[B, 1, T, R]`` and rope keys ``[B, 1, T, P]``; returns twice what of their pool is seen."""
         self._write(key_states[:, 0], value_states[:, 0], None)
         if self.kept is not None:
             torch.ops.dsa.keep_selection.default(self.kept, self.slots(), None, self.lengths.current)
-        return self.latent, self.latent
+        latent = self._seen(self.latent)
+        return latent, latent
 
     def update_indexer(self, index_key: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Append index keys ``[B, T, DI]``; returns their pool and, if they are in fp8, that of their scales."""
+        """Append index keys ``[B, T, DI]``; returns their pool, and that of their scales if they are in fp8."""
         self._write(None, None, index_key)
-        return self.index_keys, self.index_scales
+        return self._seen(self.index_keys), None if self.index_scales is None else self._seen(self.index_scales)
+
+    def _seen(self, pool: Tensor) -> Tensor:
+        """The slots of a pool that tokens of the running call may see."""
+        return pool if self.lengths.reach is None else pool[:, : self.lengths.reach.shape[0]]
 
     def _write(self, c_kv: Tensor | None, k_pe: Tensor | None, index_key: Tensor | None) -> None:
         torch.ops.dsa.cache_write.default(

@@ -14,6 +14,7 @@ from dsa_compile.plan import LAYER0, check_name
 
 SELECTORS = ("indexer", "attention", "dense")
 LOWERINGS = ("inductor", "eager")
+PREFILLS = ("auto", "dense", "masked", "sparse")
 MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CACHE_DTYPES = (None, "fp8")
 DEFAULT_INDEX_TOPK = 2048
@@ -140,6 +141,11 @@ class DSAConfig(_Options):
         evaluation: a file that ``dsa-compile eval --out`` wrote of this model, selector, K and plan: no warning then.
         mtp: attach the checkpoint's MTP layer, with which ``generate`` drafts. None: it is left out.
         cache: how ``generate`` makes caches.
+        prefill: how a prompt attends to its selection. ``"sparse"``: absorbed, over the latents of each row.
+            ``"masked"``: over expanded keys and values of all slots under a mask of bits, which is faster behind a
+            short context (DeepSeek-V3.2 report, on inference costs). ``"auto"``: whichever of them the cost model finds
+            faster, for each piece of a prompt. ``"dense"``: to everything that it sees, without a selection; decoding
+            still selects.
         select_budget: bytes of scores that a selection may hold at once.
         prefill_budget: bytes that a prompt may take beside weights and cache: a longer one runs in pieces, where the
             logits of all its tokens are not asked for.
@@ -162,6 +168,7 @@ class DSAConfig(_Options):
     evaluation: str | Path | None = None
     mtp: MTPConfig | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
+    prefill: str = "auto"
     select_budget: int = 256 << 20
     prefill_budget: int = 2 << 30
     lowering: str = "inductor"
@@ -173,6 +180,7 @@ class DSAConfig(_Options):
         _check_choice("selector", self.selector, (None, *SELECTORS))
         _check_choice("lowering", self.lowering, LOWERINGS)
         _check_choice("mode", self.mode, MODES)
+        _check_choice("prefill", self.prefill, PREFILLS)
         _check_choice("layer0", self.layer0, LAYER0)
         check_name(self.plan)
         if self.plan is not None and not isinstance(self.plan, str):
@@ -209,8 +217,8 @@ class DSAConfig(_Options):
 
     def graph_options(self) -> dict[str, Any]:
         """The fields that shape a compiled graph, as ``options=`` of ``torch.compile``."""
-        names = ("index_topk", "selector", "plan", "layer0", "select_budget", "lowering", "mode", "disable_passes")
-        return {name: getattr(self, name) for name in names}
+        names = ("index_topk", "selector", "plan", "layer0", "prefill", "select_budget")
+        return {name: getattr(self, name) for name in (*names, "lowering", "mode", "disable_passes")}
 
 
 def _check_count(name: str, value: object, other: str = "") -> None:

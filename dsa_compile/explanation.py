@@ -274,6 +274,7 @@ def _options_of(model: Any) -> DSAConfig:
         mtp=dsa.config.mtp,
         plan=dsa.config.plan,
         layer0=dsa.config.layer0,
+        prefill=dsa.config.prefill,
         disable_passes=dsa.config.disable_passes,
     )
     if dsa.selector != "indexer" or family_named(dsa.family_type).native_indexer:

@@ -209,9 +209,11 @@ class Guard:
         cache.lengths.slots = slots
         if slots.shape[1] > 1:
             compat.hint_dynamic(slots, 1)
+            cache.lengths.reach = slots.new_empty(min(cache.lengths.bound + slots.shape[1], cache.capacity), 0)
+            compat.hint_dynamic(cache.lengths.reach, 0)
         with torch.no_grad():  # a cache is for inference: its writes have no gradient
             output = self._run(self.model, _hinted(inputs, tokens))
-        cache.lengths.slots = None
+        cache.lengths.slots = cache.lengths.reach = None
         cache.commit(valid)
         cache.lengths.current &= self._compile is not None  # without a backend nobody keeps selections
         return output

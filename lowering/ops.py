@@ -72,6 +72,12 @@ SCHEMAS = {
     "row_products": "(Tensor x, Tensor[] weights) -> Tensor",
     # Rows x[P, K], or one for all, each by the weights[E, N, K] of the expert that picks int64[P] names -> [P, N].
     "expert_products": "(Tensor x, Tensor weights, Tensor picks) -> Tensor",
+    # `mla` over a pool, latent[B, S, R+P], of the rows of a prompt, of which a run chooses the form unless `form` says
+    # it (`prefill_mla.limits.FORMS`): absorbed over the selected latents, or over expanded keys under a mask.
+    "prefill_mla": (
+        "(Tensor q, Tensor latent, Tensor kv_b_weight, Tensor? visible, Tensor? topk_indices, int nope, float scale, "
+        "str form) -> Tensor"
+    ),
     # Target probabilities (logits if greedy)[B, M+1, vocab], draft_tokens int64[B, M], their probabilities[B, M, vocab]
     # (None: not drawn) and uniforms[B, M+1] -> accepted int64[B] and next_token int64[B].
     "mtp_verify": (
@@ -236,6 +242,24 @@ def _expert_products(x: Tensor, weights: Tensor, picks: Tensor) -> Tensor:
 
     check_experts(x, weights, picks)
     return x.new_empty(picks.shape[0], weights.shape[1])
+
+
+@torch.library.register_fake("dsa::prefill_mla")
+def _prefill_mla(
+    q: Tensor,
+    latent: Tensor,
+    kv_b_weight: Tensor,
+    visible: Tensor | None,
+    topk_indices: Tensor | None,
+    nope: int,
+    scale: float,
+    form: str,
+) -> Tensor:
+    from dsa_compile.lowering.prefill_mla.limits import check  # its package needs the schemas above
+
+    check(q, latent, kv_b_weight, visible, topk_indices, nope, form)
+    B, H, T, _ = q.shape
+    return q.new_empty(B, T, H, kv_b_weight.shape[0] // H - nope)
 
 
 @torch.library.register_fake("dsa::mtp_verify")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from dsa_compile.config import MOST_DRAFTS
 from dsa_compile.passes.base import arguments, emit, erase_dead, is_op, mutates, value_of
 
 
@@ -70,10 +71,43 @@ def latent_pool(graph: Graph, before: Node, c_kv: Node, k_pe: Node) -> Node:
     return joined
 
 
+def is_prompt(mla: Node) -> bool:
+    """Whether an attention's query rows are more than a step of decoding has, or a number that a run alone knows."""
+    rows = value_of(arguments(mla)["q"]).shape[2]
+    return not isinstance(rows, int) or rows > MOST_DRAFTS + 1
+
+
 def pool_of(rows: Node) -> Node | None:
     """The pool that ``rows`` is a slice of the last dimension of, as it is or as ``dsa::cache_read`` reads it."""
     base = _sliced(rows)
     return base.args[0] if base is not None and is_op(base, "cache_read") else base  # type: ignore[return-value]
+
+
+def whole_pool(pool: Node) -> Node:
+    """The pool whose first slots ``pool`` is, or ``pool`` itself."""
+    return pool.args[0] if _first_slots(pool) is not None else pool  # type: ignore[return-value]
+
+
+def readers(pool: Node) -> list[Node]:
+    """What reads or writes a whole pool, or its first slots."""
+    parts = [part for part in pool.users if _first_slots(part) is not None]
+    return [user for part in (pool, *parts) for user in part.users if user not in parts]
+
+
+def as_far_as(pool: Node, like: Node | None, before: Node) -> Node:
+    """The slots of a whole ``pool`` that ``like`` is of another."""
+    count = None if like is None else _first_slots(like)
+    return pool if count is None else emit(before.graph, before, lambda rows, n: rows[:, :n], pool, count)
+
+
+def _first_slots(pool: Node) -> Any:
+    """n of ``pool[:, :n]``; None of anything else."""
+    if pool.op != "call_function" or pool.target is not operator.getitem:
+        return None
+    match pool.args[1]:
+        case (slice(start=None, stop=None, step=None), slice(start=None, stop=count, step=None)):
+            return count
+    return None
 
 
 def _written_between(start: Node, end: Node) -> bool:

@@ -26,7 +26,7 @@ from dsa_compile import compat
 from dsa_compile.config import DEFAULT_INDEX_TOPK
 from dsa_compile.lowering.cache_write.compact import compact_rows
 from dsa_compile.lowering.select.projections import project
-from dsa_compile.passes.absorption import pool_of
+from dsa_compile.passes.absorption import as_far_as, pool_of, whole_pool
 from dsa_compile.passes.base import (
     Context,
     GraphPass,
@@ -132,7 +132,8 @@ def _emit_indexer(graph: Graph, match: _Match, budget: int) -> Node:
         keys, scales = emit(graph, match.mla, compact_rows, key, args["visible"]), None
     else:
         set_arguments(match.write, index_key=key)
-        keys, scales = (arguments(match.write)[name] for name in ("index_keys", "index_scales"))
+        pools = (arguments(match.write)[name] for name in ("index_keys", "index_scales"))
+        keys, scales = (pool and as_far_as(pool, pool_of(args["c_kv"]), match.mla) for pool in pools)
     topk: Node = emit(
         graph,
         match.mla,
@@ -198,4 +199,5 @@ def _write_of(c_kv: Node, mla: Node) -> Node | None:
     pool = pool_of(c_kv)
     if pool is None:
         return None
+    pool = whole_pool(pool)
     return max((u for u in pool.users if is_op(u, "cache_write") and u.args[0] is pool and u < mla), default=None)

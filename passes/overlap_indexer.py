@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from dsa_compile.passes.absorption import whole_pool
 from dsa_compile.passes.base import (
     Context,
     GraphPass,
@@ -142,7 +143,7 @@ def _inputs(body: tuple[Node, ...]) -> tuple[Node, ...]:
 
 def _key_write(select: Node) -> Node | None:
     """The last write of index keys before a selection into the pool that it scores."""
-    pool = arguments(select)["index_keys"]
+    pool = whole_pool(arguments(select)["index_keys"])
     writes = [n for n in pool.users if is_op(n, "cache_write") and arguments(n)["index_keys"] is pool and n < select]
     return max((write for write in writes if arguments(write)["index_key"] is not None), default=None)
 

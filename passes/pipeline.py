@@ -11,6 +11,7 @@ from dsa_compile.config import DSAConfig, nearest
 from dsa_compile.errors import ConfigError
 from dsa_compile.passes.absorb_mla import AbsorbMLA
 from dsa_compile.passes.base import Context, GraphPass
+from dsa_compile.passes.choose_form import ChooseForm
 from dsa_compile.passes.insert_indexer import InsertIndexer
 from dsa_compile.passes.overlap_indexer import OverlapIndexer
 from dsa_compile.passes.plan_selection import PlanSelection
@@ -27,6 +28,7 @@ PIPELINE: tuple[GraphPass, ...] = (
     PlanSelection(),
     Sparsify(),
     AbsorbMLA(),
+    ChooseForm(),
     OverlapIndexer(),
     RowProducts(),
 )

@@ -38,6 +38,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from dsa_compile.errors import ConfigError
 from dsa_compile.lowering.keep_selection.previous import previous_rows, with_own_slot
+from dsa_compile.passes.absorption import readers, whole_pool
 from dsa_compile.passes.base import (
     Context,
     GraphPass,
@@ -175,8 +176,9 @@ def _attend_a_token_late(graph: Graph, mla: Node, topk: Node) -> str:
 def _drop(graph: Graph, topk: Node) -> None:
     """Erase a selection, what only it read, and the write of index keys that nobody reads any more."""
     keys = arguments(topk).get("index_keys")
+    keys = None if keys is None else whole_pool(keys)
     erase_dead(graph, topk)
-    if keys is None or keys._erased or any(is_op(u, "select") for u in keys.users):
+    if keys is None or keys._erased or any(is_op(u, "select") for u in readers(keys)):
         return
     for write in [u for u in keys.users if is_op(u, "cache_write")]:
         args = arguments(write)

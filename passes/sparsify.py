@@ -17,9 +17,10 @@ the attention stays dense, one decision for both.
 
 from dataclasses import dataclass
 
+from torch import SymInt
 from torch.fx import Graph, Node
 
-from dsa_compile.passes.absorption import replace_by_sparse_mla
+from dsa_compile.passes.absorption import is_prompt, pool_of, replace_by_sparse_mla, whole_pool
 from dsa_compile.passes.base import Context, GraphPass, Refused, arguments, erase_dead, is_op, set_arguments, value_of
 
 
@@ -27,6 +28,13 @@ from dsa_compile.passes.base import Context, GraphPass, Refused, arguments, eras
 class _Match:
     mla: Node
     selects_all: bool
+
+
+def _capacity(c_kv: Node) -> int | SymInt:
+    """Slots of the pool of which ``c_kv`` may be the first ones, or its own."""
+    pool = pool_of(c_kv)
+    slots: int | SymInt = value_of(c_kv if pool is None else whole_pool(pool)).shape[1]
+    return slots
 
 
 class Sparsify(GraphPass):
@@ -43,15 +51,18 @@ class Sparsify(GraphPass):
         topk = args["topk_indices"]
         if topk is None:
             raise Refused("no selection: attention stays dense", node)
-        slots, width = value_of(args["c_kv"]).shape[1], value_of(topk).shape[-1]
+        slots, width = _capacity(args["c_kv"]), value_of(topk).shape[-1]
         everything = isinstance(slots, int) and isinstance(width, int) and slots <= width
-        return _Match(node, everything and is_op(topk, "select", "select_attention"))
+        everything = everything and is_op(topk, "select", "select_attention")
+        if not everything and context.config.prefill != "sparse" and args["mask"] is None and is_prompt(node):
+            raise Refused("a prompt: left to choose_form", node)
+        return _Match(node, everything)
 
     def rewrite(self, graph: Graph, match: _Match, context: Context) -> str:
         args = arguments(match.mla)
         if match.selects_all:
             set_arguments(match.mla, topk_indices=None)
             erase_dead(graph, args["topk_indices"])
-            return f"dense: the {value_of(args['c_kv']).shape[1]} slots are no more than K"
+            return f"dense: the {_capacity(args['c_kv'])} slots are no more than K"
         replace_by_sparse_mla(graph, match.mla)
         return "dsa::sparse_mla over the selection"

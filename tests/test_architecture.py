@@ -28,6 +28,7 @@ LEVELS = {
     "dsa_compile.lowering.fp8_rows": 1,
     "dsa_compile.lowering.pages": 1,
     "dsa_compile.lowering.mtp_verify.limits": 1,
+    "dsa_compile.lowering.prefill_mla.limits": 1,
     "dsa_compile.lowering.row_products.limits": 1,
     "dsa_compile.lowering.select.limits": 1,
     "dsa_compile.lowering.sparse_mla.limits": 1,

@@ -23,7 +23,7 @@ def test_every_family(case, device):
     found = dsa_compile.explain(model, context=512, **fields)
     assert [layer.path for layer in found.layers] == [f"model.layers.{i}.self_attn" for i in range(3)]
     for layer in found.layers:
-        assert [e.pass_name for e in layer.prefill if e.matched][-1] == "sparsify"
+        assert [e.pass_name for e in layer.prefill if e.matched][-1] == "choose_form"
         assert [e.pass_name for e in layer.decode if e.matched][-1] == "sparsify"
         assert layer.chosen.flops < layer.dense.flops
     owners = ["own", "shared", "own"] if case == "glm_moe_dsa" else ["own"] * 3

@@ -22,5 +22,5 @@ def test_torch_logs_prints_graphs_and_differences(tmp_path):
         text=True,
         check=True,
     )
-    for text in ("00 raise_mla before", "04 sparsify after", "dsa.sparse_mla.default: +3", "dsa.mla.default: -3"):
+    for text in ("00 raise_mla before", "06 choose_form after", "dsa.prefill_mla.default: +3", "dsa.mla.default: -3"):
         assert text in done.stderr

@@ -17,6 +17,7 @@ from dsa_compile.cli.options import (
     Layer0,
     Out,
     PlanName,
+    Prefill,
     Selector,
     Texts,
     Tokens,
@@ -29,6 +30,7 @@ def evaluate(
     texts: Texts,
     plan: PlanName = None,
     layer0: Layer0 = "serial",
+    prefill: Prefill = "auto",
     needles: Annotated[
         int, typer.Option(help="Questions for planted codes, of each kind at each length and depth.", min=0)
     ] = 1,
@@ -77,6 +79,7 @@ def evaluate(
             progress=True,
             plan=plan,
             layer0=layer0,
+            prefill=prefill,
             selector=selector,
             index_topk=index_topk,
             indexer=indexer,

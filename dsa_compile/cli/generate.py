@@ -8,7 +8,18 @@ from rich.console import Console
 
 from dsa_compile.cli.checkpoints import load, load_tokenizer
 from dsa_compile.cli.errors import one_line_errors
-from dsa_compile.cli.options import Checkpoint, Device, DType, Evaluation, Indexer, Layer0, PlanName, Selector, Topk
+from dsa_compile.cli.options import (
+    Checkpoint,
+    Device,
+    DType,
+    Evaluation,
+    Indexer,
+    Layer0,
+    PlanName,
+    Prefill,
+    Selector,
+    Topk,
+)
 
 
 def generate(
@@ -21,6 +32,7 @@ def generate(
     indexer: Indexer = None,
     plan: PlanName = None,
     layer0: Layer0 = "serial",
+    prefill: Prefill = "auto",
     evaluation: Evaluation = None,
     dtype: DType = "float32",
     device: Device = "cpu",
@@ -44,6 +56,7 @@ def generate(
             indexer=indexer,
             plan=plan,
             layer0=layer0,
+            prefill=prefill,
             evaluation=evaluation,
             lowering=lowering,
             mtp={"drafts": drafts} if drafts else None,

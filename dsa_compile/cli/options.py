@@ -12,6 +12,9 @@ PlanName = Annotated[
     str | None, typer.Option("--plan", help="Whose selection layers attend to: mli, share:1/4, mli+share:1/2, ...")
 ]
 Layer0 = Annotated[str, typer.Option(help="Under MLI, layer 0's selection: serial, dense or previous_step.")]
+Prefill = Annotated[
+    str, typer.Option(help="How a prompt attends: auto, masked or sparse to its selection, dense to everything.")
+]
 Evaluation = Annotated[Path | None, typer.Option(help="What 'eval --out' wrote of this plan: it is not warned of.")]
 Texts = Annotated[list[Path], typer.Option(help="A text file, or a folder of them; give it again for another.")]
 Tokens = Annotated[int | None, typer.Option(help="Tokens that are read of each text. Default: 4 K.")]

@@ -23,7 +23,9 @@ from dsa_compile.passes.pipeline import PIPELINE, op_counts, rewrite
 
 TOPK = 8
 NAMES = [p.name for p in PIPELINE]
-MLA, SPARSE, SELECT, EXACT = (f"dsa.{name}.default" for name in ("mla", "sparse_mla", "select", "select_attention"))
+MLA, SPARSE, PREFILL, SELECT, EXACT = (
+    f"dsa.{name}.default" for name in ("mla", "sparse_mla", "prefill_mla", "select", "select_attention")
+)
 
 
 @st.composite
@@ -115,7 +117,9 @@ def rewritten(graph, **fields):
 
 def test_every_layer_is_sparse(captured):
     prefill, step = captured
-    assert rewritten(prefill)[1] == {SELECT: 2, SPARSE: 2}
+    assert rewritten(prefill)[1] == {SELECT: 2, PREFILL: 2}
+    assert rewritten(prefill, prefill="sparse")[1] == {SELECT: 2, SPARSE: 2}
+    assert rewritten(prefill, prefill="dense")[1] == {PREFILL: 2}
     assert rewritten(step)[1] == {SELECT: 2, SPARSE: 2, "dsa.cache_write.default": 2}
 
 
@@ -132,12 +136,12 @@ def test_a_pass_that_is_disabled_is_left_out_and_the_rest_is_right(captured, whi
     outputs, counts, report = rewritten(graph, disable_passes=("insert_indexer",))
     close(outputs, before)
     assert SELECT not in counts
-    assert counts[SPARSE if which else MLA] == 2
+    assert counts[PREFILL if which == 0 else SPARSE] == 2
     assert "insert_indexer: disabled" in report.notes
 
     outputs, counts, _ = rewritten(graph, disable_passes=("sparsify",))
     close(outputs, sparse)
-    assert (counts[MLA], counts[SELECT], SPARSE in counts) == (2, 2, False)
+    assert (counts[MLA if which else PREFILL], counts[SELECT], SPARSE in counts) == (2, 2, False)
 
     for name in set(NAMES) - {"insert_indexer", "sparsify"}:
         close(rewritten(graph, disable_passes=(name,))[0], sparse)
@@ -168,9 +172,9 @@ def test_names_differ():
 def test_the_report_counts_operators(captured):
     report = rewritten(captured[0])[2]
     assert report.op_changes("insert_indexer")[SELECT] == 2
-    assert report.op_changes("sparsify")[MLA] == -2
+    assert report.op_changes("choose_form")[PREFILL] == 2
     assert report.op_changes("absorb_mla") == {}
-    assert [e.where for e in report.of("sparsify", matched=True)] == [
+    assert [e.where for e in report.of("choose_form", matched=True)] == [
         "model.layers.0.self_attn",
         "model.layers.1.self_attn",
     ]
@@ -181,6 +185,7 @@ CHANGES = {
     "selector": "dense",
     "plan": "mli",
     "layer0": "dense",
+    "prefill": "masked",
     "select_budget": 12345,
     "prefill_budget": 12345,
     "lowering": "eager",

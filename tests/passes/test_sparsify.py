@@ -6,9 +6,10 @@ from graphs import DIMS, attend, over_pool, selected, unrelated
 from harness import PassHarness
 from strategies import mla_rows
 
+from dsa_compile.config import DSAConfig
 from dsa_compile.passes.sparsify import Sparsify
 
-check = PassHarness(Sparsify())
+check = PassHarness(Sparsify(), DSAConfig(prefill="sparse"))
 MLA, SELECT, SPARSE = "dsa.mla.default", "dsa.select_attention.default", "dsa.sparse_mla.default"
 ROUNDING = 1e-12
 SPARSIFIED = {MLA: -1, SPARSE: 1, "einsum": 2, "unflatten": 1, "getitem": 5, "transpose": 1}
