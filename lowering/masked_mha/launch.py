@@ -6,9 +6,10 @@ from torch import Tensor
 
 from dsa_compile.dims import LayerDims
 from dsa_compile.lowering.device import Device
-from dsa_compile.lowering.masked_mha import configs
+from dsa_compile.lowering.masked_mha import configs, gluon
 from dsa_compile.lowering.masked_mha.configs import WORD, Config
 from dsa_compile.lowering.rows import row_slices
+from dsa_compile.lowering.sparse_mla.gluon import aligned
 
 
 def masked_mha(
@@ -38,8 +39,8 @@ def masked_mha(
         return out
     if S == 0:
         return out.zero_()
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    config = config or configs.config(dims, q.dtype, Device.of(q.device))
+    q = q if aligned(q) else q.contiguous()
+    config = config or config_of(dims, q.dtype, scale, Device.of(q.device))
     # what is not finite must reach nobody by a weight of 0: its score alone says so
     bad = ~latent.isfinite().all(-1, keepdim=True)
     c_kv, k_pe = latent[..., :R].masked_fill(bad, 0), latent[..., R:].masked_fill(bad, float("nan"))
@@ -56,8 +57,18 @@ def masked_mha(
         for first in range(0, H, step):
             heads = slice(first, first + step)
             expanded = F.linear(c_kv, weight[heads].flatten(0, 1)).unflatten(-1, (-1, weight.shape[1]))
-            _attend(q[:, heads, rows], expanded, k_pe, mask, scale, out[:, rows, heads], dims, config)
+            operands = q[:, heads, rows], expanded, k_pe, mask, scale, out[:, rows, heads]
+            if config is gluon.CONFIG:
+                gluon.attend(*operands)
+            else:
+                _attend(*operands, dims, config)
     return out
+
+
+def config_of(dims: LayerDims, dtype: torch.dtype, scale: float, device: Device) -> Config:
+    """That of the kernel for Hopper where it serves, else the portable one's."""
+    refused = gluon.refusal(dims, dtype, scale, device)
+    return gluon.CONFIG if refused is None else configs.config(dims, dtype, device)
 
 
 def _mask(
@@ -72,7 +83,7 @@ def _mask(
     per_block = config.keys // WORD
     ranges = {"HAS_VISIBLE": visible is not None}
     bits = q.new_zeros(B, T, words, dtype=torch.int32)
-    blocks, counts = bits.new_empty(tiles, words // per_block), bits.new_empty(tiles)
+    blocks, counts = bits.new_zeros(tiles, words // per_block), bits.new_empty(tiles)
     seen = bits if visible is None else visible.contiguous()
     with torch.cuda.device_of(q):
         if topk_indices is None:

@@ -15,6 +15,7 @@ import dsa_compile.backend
 from dsa_compile.errors import ConfigError
 from dsa_compile.passes.base import is_linear, is_op
 
+ATTENTION = "mla", "sparse_mla", "prefill_mla"
 LATENT = ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite"]
 CACHES = {
     "dynamic": lambda model: DynamicCache(config=model.config),
@@ -49,7 +50,7 @@ def test_without_a_cache(case, device, graphs):
             want = model(ids, use_cache=False, position_ids=packed).logits
             assert_rows_equal(fast(ids, use_cache=False, position_ids=packed).logits, want)
     for gm in graphs:
-        assert count(gm, "mla", "sparse_mla") == 3
+        assert count(gm, *ATTENTION) == 3
         assert expansions(gm) == 0
 
 
@@ -74,7 +75,7 @@ def test_with_the_caches_of_transformers(case, kind, device, graphs):
             assert_rows_equal(got, want, inputs["attention_mask"][:, start:end] if padded else None)
         torch.testing.assert_close(ours.layers[1].keys, theirs.layers[1].keys, atol=1e-5, rtol=0)
     for gm in graphs:
-        assert count(gm, "mla", "sparse_mla") == 3
+        assert count(gm, *ATTENTION) == 3
         assert expansions(gm) == 0
     assert any(count(gm, "sparse_mla") for gm in graphs), "a decode step is absorbed"
 
@@ -89,8 +90,8 @@ def test_selector_attention_equals_the_float64_oracle(case, device, graphs):
             assert_rows_equal(fast(ids, use_cache=False).logits, oracle(ids, use_cache=False).logits)
             want = oracle(ids, use_cache=False, **inputs).logits
             assert_rows_equal(fast(ids, use_cache=False, **inputs).logits, want, inputs["attention_mask"])
-    assert all(count(gm, "mla", "sparse_mla") == 3 for gm in graphs)
-    assert any(count(gm, "select_attention") == count(gm, "sparse_mla") == 3 for gm in graphs)
+    assert all(count(gm, *ATTENTION) == 3 for gm in graphs)
+    assert any(count(gm, "select_attention") == count(gm, *ATTENTION[1:]) == 3 for gm in graphs)
 
 
 @pytest.mark.parametrize("case", NATIVE)
@@ -106,7 +107,7 @@ def test_models_with_indexers_without_a_cache(case, device, graphs):
     long = [gm for gm in graphs if count(gm, "select")]
     assert long
     assert all(count(gm, "select") == (2 if case == "glm_moe_dsa" else 3) for gm in long)
-    assert all(count(gm, "sparse_mla") == 3 for gm in long)
+    assert all(count(gm, *ATTENTION[1:]) == 3 for gm in long)
     assert all(expansions(gm) == 0 for gm in graphs)
 
 
@@ -138,7 +139,7 @@ def test_floats_that_dynamic_made_inputs_are_still_constants(case, device, graph
         with torch.no_grad():
             assert_rows_equal(fast(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
     (gm,) = graphs
-    assert count(gm, "mla", "sparse_mla") == 3
+    assert count(gm, *ATTENTION) == 3
     assert count(gm, "select") == (3 if case == "deepseek_v32" else 0)
 
 

@@ -7,6 +7,7 @@ import torch
 from cases import TOPK, left_padded, optimized, stock, token_ids
 
 import dsa_compile
+from dsa_compile.passes.absorption import whole_pool
 from dsa_compile.passes.base import arguments, is_op
 
 SETTINGS = {
@@ -46,11 +47,11 @@ def check_reads(gm):
     for node in gm.graph.nodes:
         if is_op(node, "cache_write") and node.args[3] is not None:
             written.add(node.args[0])
-        if is_op(node, "sparse_mla", "cache_read"):
-            pool = arguments(node)["latent"]
+        if is_op(node, "sparse_mla", "prefill_mla", "cache_read"):
+            pool = whole_pool(arguments(node)["latent"])
             assert pool.op == "placeholder"
             assert pool in written
-            found += is_op(node, "sparse_mla")
+            found += is_op(node, "sparse_mla", "prefill_mla")
     return found
 
 
