@@ -27,6 +27,10 @@ _READABLE = (_FORMAT, "dsa_compile.cache.v3", "dsa_compile.cache.v2", "dsa_compi
 too: no index key was in fp8; v1 lacks ``latents`` as well: no pool was."""
 
 
+REACH_STEP = 16
+"""What is read of a pool is a multiple of so many slots: kernels are compiled for sizes of few kinds."""
+
+
 class Lengths:
     """What the layers of one cache share: how long each sequence is, and where the tokens of the running call go.
 
@@ -330,6 +334,12 @@ class DSACache(Cache):
         """
         self.check_room(valid)
         return slots_and_visible(valid, self.lengths.valid)
+
+    def reach(self, columns: int) -> int:
+        """Slots among which all lie that tokens of a call of so many columns may see; no question to the device."""
+        most = min(self.lengths.bound + columns, self.capacity)
+        rounded = -(-most // REACH_STEP) * REACH_STEP
+        return rounded if rounded < self.capacity else most  # to a graph a whole pool is another thing than a part
 
     def check_room(self, valid: Tensor) -> None:
         """Raise CacheCapacityError if `plan` would."""

@@ -209,7 +209,7 @@ class Guard:
         cache.lengths.slots = slots
         if slots.shape[1] > 1:
             compat.hint_dynamic(slots, 1)
-            cache.lengths.reach = slots.new_empty(min(cache.lengths.bound + slots.shape[1], cache.capacity), 0)
+            cache.lengths.reach = slots.new_empty(cache.reach(slots.shape[1]), 0)
             compat.hint_dynamic(cache.lengths.reach, 0)
         with torch.no_grad():  # a cache is for inference: its writes have no gradient
             output = self._run(self.model, _hinted(inputs, tokens))

@@ -10,7 +10,7 @@ from dsa_compile.errors import ConfigError
 from dsa_compile.lowering.prefill_mla import launch, reference
 from dsa_compile.models.miniature import miniature
 
-TOPK, LENGTH = 8, 40
+TOPK, LENGTH = 16, 40
 
 
 def made(device, **fields):
@@ -19,7 +19,7 @@ def made(device, **fields):
     return dsa_compile.optimize(model, **{"lowering": "eager", "index_topk": TOPK, **fields})
 
 
-def logits(model, inputs, pieces=(20, 23, LENGTH)):
+def logits(model, inputs, pieces=(30, 33, LENGTH)):
     """Of a prompt in pieces, whose context passes K, and of one token behind it."""
     cache, outputs, start = model.make_cache(2, 64), [], 0
     with torch.no_grad():
@@ -78,14 +78,14 @@ def test_one_graph_chooses_for_all_lengths(device, forms):
     """The first piece is masked, the one behind it sparse; neither compiles anything anew."""
     model, inputs = made(device), prompt(device)
     counters.clear()
-    logits(model, inputs, pieces=(20, LENGTH))
+    logits(model, inputs, pieces=(30, LENGTH))
     logits(model, inputs, pieces=(LENGTH,))
     assert counters["stats"]["unique_graphs"] == 2, "prompts and steps"
     assert {True, False} == set(forms)
 
 
 def test_a_prompt_reads_a_pool_as_far_as_it_is_filled(device, monkeypatch):
-    """Slots behind hold NaN, and what is read has as many slots as tokens so far."""
+    """Slots behind hold NaN, and what is read has as many slots as tokens so far, and less than a step more."""
     model, seen = made(device), []
     monkeypatch.setattr(reference, "is_masked", lambda dims, q, latent, *rest: seen.append(latent.shape[1]) or True)
     monkeypatch.setattr(launch, "is_masked", reference.is_masked)
@@ -95,7 +95,7 @@ def test_a_prompt_reads_a_pool_as_far_as_it_is_filled(device, monkeypatch):
     with torch.no_grad():
         for start, stop in ((0, 20), (20, LENGTH)):
             assert model(token_ids(2, LENGTH, device)[:, start:stop], past_key_values=cache).logits.isfinite().all()
-    assert seen == [20, 20, LENGTH, LENGTH]
+    assert seen == [32, 32, 48, 48]
     assert cache.lengths.reach is None
 
 

@@ -136,7 +136,7 @@ def test_a_cached_layer_writes_its_index_keys_and_reads_their_pools(device, head
     for write, select in zip(writes, selects, strict=True):
         read = [pool and whole_pool(pool) for pool in (select.args[2], select.args[9])]
         assert [write.args[1], write.args[7]] == read
-        assert outcome.values[select.args[2]].shape[1] == 6, "as far as it is filled"
+        assert outcome.values[select.args[2]].shape[1] == 16, "as far as it is filled"
         assert order.index(write) < order.index(select)
         written = outcome.values[write.args[5]]
         want = (written,) if dtype is None else quantise(written)
