@@ -110,7 +110,7 @@ def planned_copy(gm: GraphModule, model: Any, plan: Plan) -> GraphModule:
     """
     planned = GraphModule(gm, copy.deepcopy(gm.graph))
     text = (*plan.text(), "own") if model.dsa.drafts else plan.text()
-    options = model.dsa.graph_options() | {"plan": text, "disable_passes": ("sparsify", "absorb_mla")}
+    options = model.dsa.graph_options() | {"plan": text, "disable_passes": ("sparsify", "absorb_mla", "choose_form")}
     rewrite(planned, DSAConfig.of(**options))
     return planned
 

@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 GROUPS = {
-    "attention": r"sparse_mla|^attend|^merge|fmha|flash",
+    "attention": r"sparse_mla|^attend|^merge|_bits_kernel|^blocks_kernel|fmha|flash",
     "indexer": r"^score|^topk_kernel|^gather_kernel|^choose_kernel|^quantise|^pack_kernel",
     "experts": r"GroupProblemShape|grouped_mm",
     "projections": r"nvjet|gemm|gemv|splitK|cutlass|triton_tem\w*_(b|add)?mm",
