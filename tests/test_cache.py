@@ -463,3 +463,13 @@ def test_a_gpu_without_e4m3_is_refused(monkeypatch):
     for formats in ({}, {"fp8": True}, {"fp8_keys": True}):
         DSACache((FP8_DIMS,), batch_size=1, capacity=4, dtype=torch.float32, **formats)
     assert asked == [torch.device("cpu")] * 2
+
+
+@pytest.mark.parametrize(
+    ("held", "columns", "reach"), [(0, 5, 16), (11, 5, 16), (12, 5, 32), (20, 25, 48), (40, 9, 49), (45, 9, 50)]
+)
+def test_a_call_reaches_what_it_may_see_in_steps_but_for_the_last(held, columns, reach):
+    """A pool of 50 slots is read whole only where it may be full."""
+    cache = DSACache(DIMS, batch_size=1, capacity=50, dtype=torch.float32)
+    cache.lengths.bound = held
+    assert cache.reach(columns) == reach

@@ -42,7 +42,7 @@ def masked_mha(
     q = q if aligned(q) else q.contiguous()
     config = config or config_of(dims, q.dtype, scale, Device.of(q.device))
     # what is not finite must reach nobody by a weight of 0: its score alone says so
-    bad = ~latent.isfinite().all(-1, keepdim=True)
+    bad = ~torch.linalg.vector_norm(latent, torch.inf, -1, keepdim=True).isfinite()
     c_kv, k_pe = latent[..., :R].masked_fill(bad, 0), latent[..., R:].masked_fill(bad, float("nan"))
     weight = kv_b_weight.unflatten(0, (H, -1))
     step = configs.heads_at_once(dims, T, S)
