@@ -10,7 +10,7 @@ from oracles import rewired
 
 import dsa_compile
 from dsa_compile.errors import CacheError, ConfigError
-from dsa_compile.passes.base import is_op
+from dsa_compile.passes.base import arguments, is_op
 
 LATENT, KEY = (32 + 8) * 4, 16 * 4
 """Bytes of a token's latent row and index key in a miniature layer."""
@@ -64,8 +64,8 @@ def test_the_backend_string_and_optimize_mean_the_same(case, plan, layer0, lette
     with torch.no_grad():
         assert_rows_equal(model(ids, use_cache=False).logits, compiled(ids, use_cache=False).logits)
     assert sum(is_op(n, "select") for n in graphs[0].graph.nodes) == len(model.dsa.plan.owners)
-    dense = [n for n in graphs[0].graph.nodes if is_op(n, "mla")]
-    assert len(dense) == letters.count("D")
+    prompts = [n for n in graphs[0].graph.nodes if is_op(n, "prefill_mla")]
+    assert [arguments(n)["topk_indices"] is None for n in prompts] == [letter == "D" for letter in letters]
 
 
 def test_a_plan_without_any_selection_is_warned_of(device):
