@@ -123,8 +123,10 @@ def test_errors_name_the_input(change, message):
 
 def test_the_form_that_costs_less_is_chosen():
     """Of pieces of 4096 tokens of DeepSeek-V3.2: masked behind a short context, sparse behind a long one."""
-    assert [masked_pays(V32, 4096, context, 2048) for context in (4096, 16 << 10, 128 << 10)] == [True, False, False]
-    assert masked_pays(V32, 8192, 8192, 2048)
+    contexts = (4096, 8192, 12288, 128 << 10)
+    assert [masked_pays(V32, 4096, context, 2048) for context in contexts] == [True, True, False, False]
+    assert masked_pays(V32, 8192, 8192, 2048), "of a whole prompt many rows see little"
+    assert not masked_pays(V32, 16384, 16384, 2048)
     assert not masked_pays(V32, 16, 8192, 2048), "a few rows do not pay for a context that is expanded"
 
 
@@ -132,4 +134,4 @@ def test_seconds_of_a_form_are_its_flops():
     """128 heads: 278,528 FLOPs of a pair absorbed, 81,920 expanded, and 2 x 128 x 512 x 256 of a token through kv_b."""
     assert sparse_seconds(V32, 10, 100, 2048) == pytest.approx(10 * 2048 * 278_528 / 525e12 + 10 * 33_554_432 / 700e12)
     pairs = sum(range(91, 101))
-    assert masked_seconds(V32, 10, 100) == pytest.approx(pairs * 81_920 / 450e12 + 100 * 33_554_432 / 700e12)
+    assert masked_seconds(V32, 10, 100) == pytest.approx(pairs * 81_920 / 507e12 + 100 * 33_554_432 / 700e12)
