@@ -14,7 +14,7 @@ from dsa_compile import compat, programs, report
 from dsa_compile.bodies import compile_bodies
 from dsa_compile.config import DSAConfig
 from dsa_compile.passes.base import arguments, is_dsa_op, is_op, target_name, value_of
-from dsa_compile.passes.overlap_indexer import started_programs
+from dsa_compile.passes.overlap_indexer import MOST_QUERIES, started_programs
 from dsa_compile.passes.pipeline import rewrite
 
 
@@ -50,8 +50,9 @@ def dsa_backend(
         return gm.forward
     dsa_compile.lowering.register_inductor()
     options = _mode_options(gm.graph, config.mode)
-    if of_one_row(gm.graph) and any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
-        options |= compat.ONE_ROW
+    if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
+        options |= compat.ONE_ROW if of_one_row(gm.graph) else {}
+        options |= compat.DEPENDENT_LAUNCHES if of_few_rows(gm.graph) else {}
     for name, inputs in started_programs(gm.graph).items():
         programs.compile_program(name, inputs, options | {"triton.cudagraphs": False})  # a part of the graph's own
     options["post_grad_custom_post_pass"] = compat.identity_pass(cache_key(config))
@@ -85,8 +86,19 @@ def _mode_options(graph: Graph, mode: str | None) -> dict[str, Any]:
 
 def of_one_row(graph: Graph) -> bool:
     """Whether a graph appends a single token: its time is that of reading each weight once."""
-    rows = [value_of(arguments(n)["slots"]).shape for n in graph.nodes if is_op(n, "cache_write")]
-    return bool(rows) and all(tuple(shape) == (1, 1) for shape in rows)
+    shapes = _appended(graph)
+    return bool(shapes) and all(tuple(shape) == (1, 1) for shape in shapes)
+
+
+def of_few_rows(graph: Graph) -> bool:
+    """Whether a graph decodes or verifies: its kernels are so short that their starts count."""
+    shapes = _appended(graph)
+    return bool(shapes) and all(isinstance(T, int) and T <= MOST_QUERIES for _, T in shapes)
+
+
+def _appended(graph: Graph) -> list[torch.Size]:
+    """[B, T] of what a graph writes to caches."""
+    return [value_of(arguments(n)["slots"]).shape for n in graph.nodes if is_op(n, "cache_write")]
 
 
 def cache_key(config: DSAConfig) -> tuple[bytes, str]:

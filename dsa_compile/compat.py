@@ -120,6 +120,10 @@ ONE_ROW: dict[str, Any] = {"coordinate_descent_tuning": True}
 """Inductor settings with which products of one row are reductions, tuned and fused with what is around them."""
 
 
+DEPENDENT_LAUNCHES: dict[str, Any] = {"triton.enable_pdl": True}
+"""Inductor settings with which its own kernels are set up while their predecessors run, where the device can."""
+
+
 def without_cuda_graphs(mode: str | None) -> str | None:
     """The mode of ``torch.compile`` that does as this one, but for CUDA graphs."""
     return {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(mode or "", mode)

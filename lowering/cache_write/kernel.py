@@ -47,8 +47,11 @@ def copy_kernel(
     FIRST_BLOCK: tl.constexpr,
     SECOND_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Rows [FIRST | SECOND] in the dtype of the pool. With PAGE 0, ``pages_per_sequence`` counts slots."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     b = row // T
     t = row % T
@@ -86,8 +89,11 @@ def pack_kernel(
     BLOCK_TILES: tl.constexpr,
     SECOND_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Rows as `fp8_rows.pack` writes them, to the bit."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     b = row // T
     t = row % T
@@ -126,8 +132,11 @@ def quantise_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Codes and scale of an index key, to the bit of `fp8_keys.quantise`, to their slot in two pools."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     b = row // T
     t = row % T

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dsa_compile.lowering.cache_write.reference import cache_write
+from dsa_compile.lowering.dependent import launch_options
 from dsa_compile.lowering.fp8_keys import check_scales
 from dsa_compile.lowering.fp8_rows import TILE, row_bytes, tile_count
 from dsa_compile.lowering.tiles import power_of_two
@@ -67,6 +68,7 @@ def write(pool: Tensor, slots: Tensor, block_table: Tensor | None, first: Tensor
             **sizes,
             **options,
             num_warps=1 if width <= 128 else 4,
+            **launch_options(pool.device),
         )
 
 
@@ -95,4 +97,5 @@ def write_quantised(codes: Tensor, scales: Tensor, slots: Tensor, block_table: T
             BLOCK=power_of_two(width),
             PAGE=0 if block_table is None else codes.shape[1],
             num_warps=1,
+            **launch_options(codes.device),
         )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsa_compile.lowering.dependent import launch_options
 from dsa_compile.lowering.device import Device
 from dsa_compile.lowering.pages import slot_count
 from dsa_compile.lowering.select import configs
@@ -159,6 +160,7 @@ def score(
             FAR=index_keys.shape[whole] * index_keys.stride(whole) >= 2**31,
             EARLY=q.is_cuda and block_table is None,
             **constants,
+            **launch_options(q.device),
         )
 
 

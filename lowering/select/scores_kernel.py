@@ -59,6 +59,7 @@ def score(
     FAR: tl.constexpr,
     EARLY: tl.constexpr,
     PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Scores of QUERIES rows of one sequence, every ``splits``-th tile of BLOCK_N keys.
 
@@ -66,6 +67,8 @@ def score(
     most K slots are left out: their selection needs no score. EARLY: ask for a program's first keys before it is known
     which are visible; of contiguous keys, and not under the interpreter.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     FP8: tl.constexpr = KEYS.dtype.element_ty == tl.float8e4nv
     split = tl.program_id(0) % splits
     block = first_block + tl.program_id(0) // splits

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsa_compile.errors import InputError
+from dsa_compile.lowering.dependent import launch_options
 from dsa_compile.lowering.select.limits import LARGEST_TOPK
 from dsa_compile.lowering.tiles import power_of_two
 
@@ -124,7 +125,7 @@ def launch(scores: Tensor, visible: Tensor, out: Tensor, plan: Plan) -> None:
 
     rows, slots = scores.shape
     config, splits = plan.config, plan.splits
-    sizes = {"C": config.capacity, "SAMPLE": config.sample}
+    sizes = {"C": config.capacity, "SAMPLE": config.sample} | launch_options(scores.device)
     lists = out.new_empty(plan.lists, 2, config.capacity)
     visible = visible.contiguous()
     stride, index_topk = scores.stride(0), out.shape[1]

@@ -259,8 +259,23 @@ def _visible(VISIBLE, row, S):
 
 
 @triton.jit(do_not_specialize=["N", "S", "k"])
-def topk_kernel(SCORES, VISIBLE, OUT, LIST, stride, N, S, k, C: tl.constexpr, SAMPLE: tl.constexpr, TILE: tl.constexpr):
+def topk_kernel(
+    SCORES,
+    VISIBLE,
+    OUT,
+    LIST,
+    stride,
+    N,
+    S,
+    k,
+    C: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Rows program_id, program_id + programs, ... of N, each by one program, with one list."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     LIST += tl.program_id(0) * 2 * C
     for turn in range(tl.cdiv(N - tl.program_id(0), tl.num_programs(0))):
         row = tl.program_id(0) + turn * tl.num_programs(0)
@@ -290,8 +305,11 @@ def gather_kernel(
     SAMPLE: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """The first try at a row, by SPLITS programs with a list each, in the order of their slots."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     ROW = SCORES + row.to(tl.int64) * stride
@@ -339,8 +357,11 @@ def choose_kernel(
     SAMPLE: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """What `gather_kernel` leaves to do, by one program a row."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     far = row.to(tl.int64)
     ROW = SCORES + far * stride

@@ -142,6 +142,13 @@ def compiled_kernel(kernel, pointers, constants, folder, multiples=(), **options
     return _compiled(source(kernel, signature, constants, attributes), folder, **options)
 
 
+def waits_first(made):
+    """A kernel that is launched as a dependent one touches no memory before its predecessor has ended."""
+    assert made.ptx.count("griddepcontrol.wait") == 1
+    before = made.ptx[: made.ptx.index("griddepcontrol.wait")]
+    assert not re.search(r"(ld|st|prefetch)\.global", before)
+
+
 def _compiled(source, folder, **options):
     import triton
     from triton.backends.compiler import GPUTarget

@@ -66,11 +66,12 @@ def test_keys_are_dealt_out_until_the_device_is_full(batch, queries, slots, part
     assert configs.splits(blocks, one, config, H200) == parts
 
 
-def compile_for(one, folder, page=0):
+def compile_for(one, folder, page=0, dependent=False):
     from dsa_compile.lowering.select import scores_kernel
 
     config = configs.config(one, H200)
     sizes = config.constants(one, config.queries(one, 1 << 20)) | {"PAGE": page, "FAR": False, "EARLY": page == 0}
+    sizes["DEPENDENT"] = dependent
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in sizes}
     values = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*fp8e4nv"}
     pointers = {"Q": values[one.dtype], "KEYS": values[one.keys_dtype], "WEIGHTS": "*fp32", "KEY_SCALES": "*fp32"}
@@ -87,6 +88,10 @@ def test_measured_configurations_spill_nothing_and_use_tensor_cores(keys, querie
     assert ("e4m3.e4m3" if keys == torch.uint8 else "bf16.bf16") in made.ptx
     assert "wgmma.mma_async" in made.ptx
     assert made.ptx.index("prefetch.global.L2") < made.ptx.index("wgmma.mma_async")
+
+
+def test_a_dependent_launch_reads_nothing_before_it_has_waited(tmp_path):
+    hopper.waits_first(compile_for(call(keys_dtype=torch.uint8), tmp_path, dependent=True))
 
 
 @pytest.mark.parametrize(

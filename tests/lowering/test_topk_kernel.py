@@ -244,7 +244,7 @@ def test_hopper_configurations_fit_and_spill_nothing(serves, tmp_path):
     from dsa_compile.lowering.select import topk_kernel as kernel
 
     config = CONFIGS[serves]
-    sizes = {"C": config.capacity, "SAMPLE": config.sample}
+    sizes = {"C": config.capacity, "SAMPLE": config.sample, "DEPENDENT": True}
     shared = sizes | {"SPLITS": 64}
     for made in (
         hopper.compiled_kernel(
@@ -274,6 +274,7 @@ def test_hopper_configurations_fit_and_spill_nothing(serves, tmp_path):
         assert made.shared <= 48 << 10
         assert "ld.global.v4" in made.ptx
         assert ".ftz" not in made.ptx
+        hopper.waits_first(made)
 
 
 PROGRAM = """
