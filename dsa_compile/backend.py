@@ -50,9 +50,8 @@ def dsa_backend(
         return gm.forward
     dsa_compile.lowering.register_inductor()
     options = _mode_options(gm.graph, config.mode)
-    if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
-        options |= compat.ONE_ROW if of_one_row(gm.graph) else {}
-        options |= compat.DEPENDENT_LAUNCHES if of_few_rows(gm.graph) else {}
+    if of_few_rows(gm.graph) and any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
+        options |= compat.DEPENDENT_LAUNCHES
     for name, inputs in started_programs(gm.graph).items():
         programs.compile_program(name, inputs, options | {"triton.cudagraphs": False})  # a part of the graph's own
     options["post_grad_custom_post_pass"] = compat.identity_pass(cache_key(config))
@@ -84,28 +83,17 @@ def _mode_options(graph: Graph, mode: str | None) -> dict[str, Any]:
     return options | {"triton.cudagraphs": not (prompt or waits)}
 
 
-def of_one_row(graph: Graph) -> bool:
-    """Whether a graph appends a single token: its time is that of reading each weight once."""
-    shapes = _appended(graph)
-    return bool(shapes) and all(tuple(shape) == (1, 1) for shape in shapes)
-
-
 def of_few_rows(graph: Graph) -> bool:
     """Whether a graph decodes or verifies: its kernels are so short that their starts count."""
-    shapes = _appended(graph)
-    return bool(shapes) and all(isinstance(T, int) and T <= MOST_QUERIES for _, T in shapes)
-
-
-def _appended(graph: Graph) -> list[torch.Size]:
-    """[B, T] of what a graph writes to caches."""
-    return [value_of(arguments(n)["slots"]).shape for n in graph.nodes if is_op(n, "cache_write")]
+    rows = [value_of(arguments(n)["slots"]).shape[1] for n in graph.nodes if is_op(n, "cache_write")]
+    return bool(rows) and all(isinstance(T, int) and T <= MOST_QUERIES for T in rows)
 
 
 def cache_key(config: DSAConfig) -> tuple[bytes, str]:
-    """What Inductor's caches must tell apart: the sources of passes and lowerings, and the options."""
+    """What Inductor's caches must tell apart: the sources of what shapes a graph's code, and the options."""
     root = Path(dsa_compile.__file__).parent
     sources = [p for folder in ("passes", "lowering") for p in sorted((root / folder).rglob("*"))]
-    files = [str(p) for p in sources if p.suffix in (".py", ".jinja")]
+    files = [str(p) for p in (root / "compat.py", *sources) if p.suffix in (".py", ".jinja")]
     return compat.files_hash(files), repr(sorted(config.graph_options().items()))
 
 

@@ -1,8 +1,8 @@
 """The only module that touches private names of torch and what differs between its versions (2.11 to 2.13)."""
 
 import re
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -116,10 +116,6 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     return dict(list_mode_options(mode)) if mode else {}
 
 
-ONE_ROW: dict[str, Any] = {"coordinate_descent_tuning": True}
-"""Inductor settings with which products of one row are reductions, tuned and fused with what is around them."""
-
-
 DEPENDENT_LAUNCHES: dict[str, Any] = {"triton.enable_pdl": True}
 """Inductor settings with which its own kernels are set up while their predecessors run, where the device can."""
 
@@ -132,8 +128,33 @@ def without_cuda_graphs(mode: str | None) -> str | None:
 def compile_fx(gm: GraphModule, example_inputs: list[Any], config_patches: dict[str, Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=config_patches)
+    with _dependents_wait_first():
+        compiled: Any = compile_fx(gm, example_inputs, config_patches=config_patches)
     return compiled
+
+
+@contextmanager
+def _dependents_wait_first() -> Iterator[None]:
+    """While this lasts Inductor lets a kernel that is launched as a dependent wait before it touches memory.
+
+    By itself a kernel reads what its predecessor did not write before it waits, and one that reads nothing never
+    waits. Such a kernel can end before its predecessor has, and whoever waits for it then reads what is not there yet.
+    """
+    from torch._inductor.codegen import triton
+
+    kernels: Any = triton.TritonKernel
+
+    def wait_before(kernel: Any, buffer: Any, *_: Any, **__: Any) -> None:
+        if kernel._enable_pdl_codegen():
+            looped = kernel.inside_reduction and kernel.range_trees[-1].is_loop
+            (kernel.body if looped else buffer).writeline(kernel.GDC_WAIT)
+
+    own = kernels._handle_pdl_before_access
+    kernels._handle_pdl_before_access = wait_before
+    try:
+        yield
+    finally:
+        kernels._handle_pdl_before_access = own
 
 
 def compile_part(gm: GraphModule, example_inputs: list[Any], config_patches: dict[str, Any]) -> Callable[..., Any]:

@@ -2,7 +2,8 @@
 
 A step of one token takes the time of reading its weights, and each kernel of it would wait for the one before to end
 before it asks for the first of them. With DEPENDENT, for launches as dependent grids (programmatic dependent launch),
-a program asks for its first weights, lets the next kernel begin, and then waits for what it reads of others.
+a program asks for its first weights, waits for what it reads of others, and then lets the next kernel begin: all that
+ran before has ended by then, so that the next one may read of it.
 
 Import this module inside functions only: it needs triton.
 """
@@ -73,8 +74,8 @@ def row_kernel(
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     first = _weights(W, rows, tl.arange(0, BLOCK_K), N, K, EVEN)
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     _multiply(X, W, OUT, rows, N, K, first, BLOCK_N, BLOCK_K, EVEN)
 
 
@@ -95,8 +96,8 @@ def expert_kernel(
 ):
     """One row of programs a pick."""
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     place = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     OUT += place.to(tl.int64) * N

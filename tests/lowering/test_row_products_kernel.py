@@ -52,3 +52,7 @@ def test_first_weights_are_asked_for_before_the_wait(K, tmp_path):
     loads, picked = (made.ptx.split("griddepcontrol.wait")[0].count("ld.global") for made in (rows, experts))
     assert loads == tile.block_n * tile.block_k * 2 // (tile.num_warps * 32 * 16)
     assert picked == 0
+    for made in (rows, experts):
+        before, behind = made.ptx.split("griddepcontrol.wait")
+        assert "griddepcontrol.launch_dependents" not in before, "a successor may read what came before this kernel"
+        assert "griddepcontrol.launch_dependents" in behind
