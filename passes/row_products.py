@@ -7,10 +7,11 @@ Before::
 
 After::
 
-    both = dsa.row_products(x, [q_a_proj.weight, kv_a_proj_with_mqa.weight])
-    q, k = both[..., :1536], both[..., 1536:]
+    both = dsa.row_products(x.flatten(), [q_a_proj.weight, kv_a_proj_with_mqa.weight])
+    q, k = both[:1536].view(1, 1, -1), both[1536:].view(1, 1, -1)
 
-Layers of one input share a launch.
+Layers of one input share a launch. The row is flattened: the strides of a prompt's last token hold the prompt's length,
+which Inductor may not know where it calls the op (torch 2.11).
 """
 
 from dataclasses import dataclass
@@ -65,15 +66,18 @@ class RowProducts(GraphPass):
         for first in range(0, len(match.layers), MOST_WEIGHTS):
             layers = match.layers[first : first + MOST_WEIGHTS]
             weights = [_operands(layer)[1] for layer in layers]
-            products = emit(graph, match.layers[0], torch.ops.dsa.row_products.default, x, weights)
-            start = 0
-            for layer in layers:
-                width = value_of(layer).shape[-1]
-                layer.replace_all_uses_with(emit(graph, match.layers[0], torch.narrow, products, -1, start, width))
-                start += width
+            shapes = [tuple(value_of(layer).shape) for layer in layers]
+            for layer, product in zip(layers, emit(graph, match.layers[0], _multiplied, x, weights, shapes)):
+                layer.replace_all_uses_with(product)
         for layer in match.layers:
             graph.erase_node(layer)
         return f"{len(match.layers)} of one input in a launch"
+
+
+def _multiplied(x: Any, weights: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
+    """Products of a row in one launch, each of its shape."""
+    parts = torch.ops.dsa.row_products.default(x.flatten(), weights).split([shape[-1] for shape in shapes])
+    return [parts[place].view(shape) for place, shape in enumerate(shapes)]
 
 
 def _operands(layer: Node) -> tuple[Any, Any, Any]:

@@ -9,7 +9,7 @@ import torch
 from stopwatch import Cpu, bench
 
 from dsa_compile.bench import plan, timing
-from dsa_compile.bench.apart import side_by_side, turn
+from dsa_compile.bench.apart import apart, side_by_side, turn
 from dsa_compile.bench.plan import IN_TURN, ONCE, Row, Setting, hiding
 from dsa_compile.models.miniature import miniature
 
@@ -105,3 +105,19 @@ def test_plans_are_timed_one_by_one_when_all_are_compiled():
 def test_a_plan_that_fails_before_its_turn_lets_the_others_go_on():
     with pytest.raises(ValueError, match="no room"):
         side_by_side(prepared, [(0,), (0.1,)])
+
+
+class Bound(Exception):
+    """An error that cannot be made anew from what it says, as Inductor's are."""
+
+    def __init__(self, error, frame):
+        super().__init__(f"{error} in {frame}")
+
+
+def stopped():
+    raise Bound("no codegen", "a frame")
+
+
+def test_an_error_that_cannot_leave_its_process_says_what_it_was():
+    with pytest.raises(RuntimeError, match="Bound: no codegen in a frame"):
+        apart(stopped)

@@ -1,5 +1,7 @@
 """Measurements that leave nothing behind."""
 
+import pickle
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -51,6 +53,17 @@ def _begin(barrier: Barrier, lock: Lock) -> None:
 def _call(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
     try:
         return function(*arguments)
+    except Exception as error:
+        raise _portable(error) from None
     finally:
         with turn():  # where the call did not get so far: the others wait for it
             pass
+
+
+def _portable(error: Exception) -> Exception:
+    """The error itself or, where it does not survive the way between processes, what it says."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
