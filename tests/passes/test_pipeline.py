@@ -215,6 +215,7 @@ def test_the_key_differs_where_a_source_differs(tmp_path, monkeypatch, folder):
         root = tmp_path / name
         for each in ("passes", "lowering"):
             shutil.copytree(source / each, root / each, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(source / "compat.py", root)
         change(root / folder)
         monkeypatch.setattr(backend.dsa_compile, "__file__", str(root / "__init__.py"))
         return cache_key(DSAConfig())
