@@ -21,6 +21,7 @@ from dsa_compile.export import check_place, save_checkpoint
 from dsa_compile.plan import Plan
 from dsa_compile.plan_figures import PlanFigures, plan_figures
 from dsa_compile.replanning import Replanned
+from dsa_compile.student import check_learning
 from dsa_compile.texts import TOKENS_PER_K, packed_rows
 
 
@@ -30,8 +31,9 @@ class Conversion:
 
     Attributes:
         model_type: of the checkpoint. warmed: its indexers. rows: of tokens that no indexer was trained on.
-        dense, exact, sparse: figures past K on those rows with attention to everything, and under the plan to the
-            selections of most attention, which no indexer for a layer alone can beat, and to those of the indexers.
+        dense, exact, sparse: figures past K on those rows of the model as it came, with attention to everything, and
+            as it is written, under the plan, to the selections of most attention, which no indexer for a layer alone
+            can beat, and to those of the indexers.
     """
 
     model_type: str
@@ -78,7 +80,9 @@ def convert(
     tokenizer: Any,
     steps: int = 1000,
     sparse_steps: int = 0,
+    train_all: bool = False,
     learning_rate: float = 5e-3,
+    sparse_learning_rate: float | None = None,
     batch: int = 4,
     tokens: int | None = None,
     isolate: bool = False,
@@ -93,10 +97,13 @@ def convert(
     A run that is killed goes on from its last checkpoint, in ``.NAME.warmup`` beside ``out``.
 
     Args:
-        model: a stock model of a supported family; stays as it is. documents, isolate: see `packed_rows`.
+        model: a stock model of a supported family; stays as it is, but for ``train_all``. documents, isolate: see
+            `packed_rows`.
         out: see `save_checkpoint`. config: options as for `warmup`, ``mtp`` among them; ``fields`` replace single ones.
         steps, learning_rate: of the warm-up, which rises over the first twentieth and falls as a cosine.
-        sparse_steps: of a second stage at a tenth of that rate, in which layers attend to what the indexers select.
+        sparse_steps: of a second stage, in which layers attend to what the indexers select. train_all: there the model
+            learns too, and is what is written; see `warmup`. sparse_learning_rate: of that stage; None: a tenth of the
+            other, or where the model learns 1e-5, GLM-5's (arXiv 2602.15763).
         batch: rows of a step. tokens: of a row; None: 4 K. seed: of the first indexers and the order of rows.
         held_out: rows that are measured and not trained on. retrain: go on from indexers that the model has.
         progress: show bars on stderr.
@@ -107,11 +114,16 @@ def convert(
     """
     if find_spec("accelerate") is None:
         raise ConfigError("convert: expected accelerate, which trains, found none. pip install 'dsa_compile[train]'.")
-    for name, value in {"steps": steps, "batch": batch, "held_out": held_out, "learning_rate": learning_rate}.items():
+    if sparse_learning_rate is None:
+        sparse_learning_rate = 1e-5 if train_all else learning_rate / 10
+    rates = {"learning_rate": learning_rate, "sparse_learning_rate": sparse_learning_rate}
+    for name, value in {"steps": steps, "batch": batch, "held_out": held_out, **rates}.items():
         if value <= 0:
             raise ConfigError(f"{name}: expected more than 0, came {value}.")
     if sparse_steps < 0:
         raise ConfigError(f"sparse_steps: expected at least 0, came {sparse_steps}.")
+    if train_all:
+        check_learning(model, sparse_steps > 0)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "convert: expected one process, came several. Call dsa_compile.warmup in each, and save_checkpoint in one."
@@ -138,13 +150,15 @@ def convert(
     warmed = warmup(
         model, rows[:-held_out], _arguments(work / "dense", steps, learning_rate, shared), options, retrain=retrain
     )
+    measure = _Measure(model, warmed, [row["input_ids"] for row in rows[-held_out:]], progress)
+    dense = measure(Plan((None,) * len(warmed.plan.sources)), selector="attention")
     if sparse_steps:
         options = DSAConfig.of(options, indexer=warmed.indexers, plan=warmed.plan.text(), layer0="serial")
-        arguments = _arguments(work / "sparse", sparse_steps, learning_rate / 10, shared)
-        warmed = warmup(model, rows[:-held_out], arguments, options, sparse=True, retrain=True)
+        arguments = _arguments(work / "sparse", sparse_steps, sparse_learning_rate, shared)
+        warmed = warmup(model, rows[:-held_out], arguments, options, sparse=True, train_all=train_all, retrain=True)
     model_type = save_checkpoint(model, warmed, out, tokenizer=tokenizer)
     shutil.rmtree(work)
-    dense, exact, sparse = _measure(model, warmed, [row["input_ids"] for row in rows[-held_out:]], progress)
+    exact, sparse = measure(warmed.plan, selector="attention"), measure(warmed.plan, indexer=warmed.indexers)
     return Conversion(model_type=model_type, warmed=warmed, rows=held_out, dense=dense, exact=exact, sparse=sparse)
 
 
@@ -160,13 +174,17 @@ def _arguments(folder: Path, steps: int, learning_rate: float, shared: dict[str,
     )
 
 
-def _measure(model: Any, warmed: Warmup, rows: list[Tensor], progress: bool) -> tuple[PlanFigures, ...]:
-    """With dense attention, with exact selections and with those of the indexers under their plan."""
-    fields: dict[str, Any] = {"index_topk": warmed.index_topk, "plan": warmed.plan.text()}
-    exact = Replanned(model, DSAConfig.of(selector="attention", **fields))
-    learned = Replanned(model, DSAConfig.of(indexer=warmed.indexers, **fields))
-    everything = Plan((None,) * len(warmed.plan.sources))
-    runs = (exact, everything), (exact, warmed.plan), (learned, warmed.plan)
-    with Progress(console=Console(stderr=True), disable=not progress) as bar:
-        task = bar.add_task("measuring", total=len(runs) * len(rows))
-        return tuple(plan_figures(model, plan, rows, lambda: bar.advance(task))[0] for model, plan in runs)
+@dataclass(frozen=True)
+class _Measure:
+    """Figures of the model, as it is when called, on ``rows``."""
+
+    model: Any
+    warmed: Warmup
+    rows: list[Tensor]
+    progress: bool
+
+    def __call__(self, plan: Plan, **selection: Any) -> PlanFigures:
+        options = DSAConfig.of(index_topk=self.warmed.index_topk, plan=self.warmed.plan.text(), **selection)
+        with Progress(console=Console(stderr=True), disable=not self.progress) as bar:
+            task = bar.add_task("measuring", total=len(self.rows))
+            return plan_figures(Replanned(self.model, options), plan, self.rows, lambda: bar.advance(task))[0]

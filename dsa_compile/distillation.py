@@ -1,4 +1,4 @@
-"""`warmup`: indexers for a frozen model, by distillation (DeepSeek-V3.2 report, section 2.2)."""
+"""`warmup`: indexers for a model, by distillation, and the model with them (DeepSeek-V3.2 report, section 2.2)."""
 
 import json
 import math
@@ -24,6 +24,8 @@ from dsa_compile.student import Student
 RECORD = "warm-up"
 LAYERS = "layers"
 """In an entry of the log: divergences of the last batch, one for each layer that attends with an indexer."""
+NEXT_TOKEN = "next_token"
+"""In an entry of the log: the cross-entropy of the last batch, where the model learns too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,8 @@ class Warmup:
         plan: that they were trained for. index_topk: K of the model that they are for.
         divergences: for each layer KL(p || softmax(I)) of the batch logged last, nats per token; None where it attends
             to all, or nothing was logged. With an MTP layer its own is one more, the last.
-        log: what the Trainer logged: step, loss, learning rate, and divergences as `LAYERS`.
+        log: what the Trainer logged: step, loss, learning rate, divergences as `LAYERS` and, of a model that learned
+            too, its own loss as `NEXT_TOKEN`.
     """
 
     indexers: dict[str, Tensor]
@@ -54,6 +57,7 @@ def warmup(
     config: DSAConfig | None = None,
     *,
     sparse: bool = False,
+    train_all: bool = False,
     retrain: bool = False,
     resume: bool = True,
     callbacks: Sequence[TrainerCallback] = (),
@@ -63,6 +67,7 @@ def warmup(
 
     Every indexer that the plan reads learns KL(p || softmax(I)), p the mean attention, over heads, of the layers that
     attend with it. All else is frozen, and attention is dense. Memory: no tensor has all heads, queries and keys.
+    There is a second stage under sparse attention, in which the model may learn too.
 
     Args:
         model: a stock model of a supported family, on the device that ``arguments`` train on.
@@ -74,18 +79,28 @@ def warmup(
             layer learns too, on the states of the model and the tokens behind them; its weights are as for `optimize`.
         sparse: the second stage, for indexers that know dense attention already: layers attend to what the indexers
             select meanwhile, and p and softmax(I) are over that alone.
+        train_all: in that stage ``model`` itself learns the next token as well: its parameters that have
+            ``requires_grad``, float32, change where they lie. That loss has no gradient in an indexer, and KL none in
+            the model; ``max_grad_norm`` is of both together. The weights of an MTP layer stay as they are. A run that
+            is to be gone on with begins with the model as it was before.
         retrain: go on from indexers that the model, its checkpoint or ``indexer`` has.
         resume: go on from the last whole checkpoint in ``arguments.output_dir``.
         callbacks: for the Trainer.
 
     Raises:
-        ConfigError: an option or the plan does not fit, the model has indexers, or the checkpoints are of another run.
+        ConfigError: an option or the plan does not fit, the model has indexers, it is not to learn as it is, or the
+            checkpoints are of another run.
         InputError: there is no row in which a query sees more than K tokens.
         TrainingError: a loss or a weight is not finite; the last checkpoint is from before that.
         UnsupportedModelError, IndexerWeightsError, MTPWeightsError, CheckpointError: as of `optimize`.
     """
     options = DSAConfig.of(config, **fields)
     _check_device(model, arguments)
+    if train_all and (arguments.fsdp or arguments.deepspeed):
+        raise ConfigError(
+            "train_all: expected parameters that are trained where they lie, came fsdp or deepspeed, which shard "
+            "copies of them. Start one process a GPU with torchrun, without either."
+        )
     if options.indexer is None and not trained_indexers(model):
         options = DSAConfig.of(options, indexer="random")
     if options.indexer != "random" and not retrain:
@@ -94,7 +109,7 @@ def warmup(
             "Give retrain=True (--retrain) to go on from them, or indexer='random' to begin anew where the model "
             "brings none."
         )
-    student = Student(model, options, arguments.seed, sparse=sparse)
+    student = Student(model, options, arguments.seed, sparse=sparse, train_all=train_all)
     index_topk: int = student.model.dsa.index_topk
     _check_rows(dataset, index_topk)
     last = _checkpoint(student, dataset, arguments, resume)
@@ -118,29 +133,32 @@ def warmup(
 class _Trainer(Trainer):
     """Stops at the first loss that is no number, before it reaches a weight."""
 
-    divergences: Sequence[float] = ()
-    _layers: Tensor
+    figures: dict[str, Any]
+    _outputs: dict[str, Tensor]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(*args, **kwargs)
-        self.divergences = self._layers.tolist()  # behind backward: the device has all its work before the host waits
+        self.figures = {  # behind backward: the device has all its work before the host waits
+            name: self._outputs[name].tolist() for name in (LAYERS, NEXT_TOKEN) if name in self._outputs
+        }
         student: Any = self.model
-        broken = [i for i, nats in zip(student.taught, self.divergences) if not math.isfinite(nats)]
+        broken = [i for i, nats in zip(student.taught, self.figures[LAYERS]) if not math.isfinite(nats)]
         if broken:
             raise _stopped(self.state.global_step + 1, f"the divergence of layers {broken} is not", self.args)
+        if not math.isfinite(self.figures.get(NEXT_TOKEN, 0.0)):
+            raise _stopped(self.state.global_step + 1, "the loss of the next token is not", self.args)
         return loss
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        outputs = model(**inputs)
-        self._layers = outputs["layers"]
+        outputs = self._outputs = model(**inputs)
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
         entry: dict[str, Any] = self.state.log_history[-1]
-        entry[LAYERS] = self.divergences
+        entry |= self.figures
 
 
 class _Finite(TrainerCallback):
@@ -204,6 +222,7 @@ def _checkpoint(student: Student, dataset: Sequence[Any], arguments: TrainingArg
         "seed": arguments.seed,
         "rows": len(dataset),
         "sparse": student.sparse,
+        "train_all": student.train_all,
         "mtp": student.model.dsa.mtp_weights,
     }
     last = _last_whole(folder) if resume else None

@@ -1,10 +1,11 @@
-"""A frozen model that attends densely, and indexers that learn from it."""
+"""A model, frozen or learning too, and indexers that learn from its attention."""
 
 import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -20,29 +21,34 @@ from dsa_compile.replanning import plan_on, planned_copy, prepared_twin
 
 
 class Student(nn.Module):
-    """What is trained: the indexers that a plan reads, in float32 at least, each for the layers that attend with it.
+    """What is trained: the indexers that a plan reads, in float32 at least, and the model, if it is to learn too.
 
-    The target of an indexer is the mean attention of its layers. Its divergences from each of them, averaged, have the
-    gradient of that from their mean, as both are linear in the target but for a constant (IndexCache, arXiv
-    2603.12201); so no target is kept from a layer to the next. The model is no submodule: what moves, saves or shards
-    a student sees indexers alone.
+    An indexer is for the layers that attend with it; its target is their mean attention. Its divergences from each of
+    them, averaged, have the gradient of that from their mean, as both are linear in the target but for a constant
+    (IndexCache, arXiv 2603.12201); so no target is kept from a layer to the next. The model is no submodule: what
+    moves, saves or shards a student sees alone what learns.
 
     Attributes:
-        model: the prepared copy, frozen, on the weights of the model that was given.
+        model: the prepared copy, on the weights of the model that was given; frozen, but for what learns.
         plan: which layers attend with which indexer. sources: the same with the MTP layer, if ``options`` attach one,
             behind the last; it always attends with its own. taught: the layers that attend with one.
-        indexers: by number of layer.
+        indexers: by number of layer. learning: the model's own parameters that learn, by name with / for dots.
     """
 
     model: Any
 
-    def __init__(self, model: nn.Module, options: DSAConfig, seed: int, *, sparse: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, options: DSAConfig, seed: int, *, sparse: bool = False, train_all: bool = False
+    ) -> None:
         """Indexers that start as ``options.indexer`` says, ``"random"`` (of ``seed``) or trained.
 
         ``sparse``: layers attend to what the indexers select as they learn, and teach them about that alone.
+        ``train_all``: those of the model's parameters learn that have ``requires_grad``, where they lie.
         """
         super().__init__()
-        self.sparse = sparse
+        self.sparse, self.train_all = sparse, train_all
+        if train_all:
+            check_learning(model, sparse)
         if options.selector not in (None, "indexer") or options.disable_passes:
             raise ConfigError(
                 "an indexer is trained with every pass and for selector='indexer': leave the others out, came "
@@ -64,6 +70,10 @@ class Student(nn.Module):
                     randomize(indexer, generator)
         if not self.indexers:
             raise ConfigError(f"plan={options.plan!r}: no layer attends with an indexer, so there is none to train.")
+        self.learning = nn.ParameterDict()
+        for name, given in model.named_parameters():
+            if train_all and given.requires_grad and ".indexer." not in name:
+                self.learning[name.replace(".", "/")] = twin.get_parameter(name).requires_grad_(True)
         if mtp:
             twin.model.register_forward_hook(attend_without_cache, with_kwargs=True)
         twin.compile(backend=self._capture)
@@ -81,7 +91,8 @@ class Student(nn.Module):
 
         Returns:
             ``loss``, the mean over indexers and, of each, over its layers; ``layers``, [len(taught)], of each layer
-            that attends: nats per token that sees something.
+            that attends: nats per token that sees something. With ``train_all`` also ``next_token``, the cross-entropy
+            of the model, which is part of the loss: its gradient reaches the model alone, that of the rest indexers.
 
         Raises:
             InputError: both a mask with padding and positions are given.
@@ -93,12 +104,20 @@ class Student(nn.Module):
                 "a batch with padding and position_ids: expected rows that are either padded (attention_mask alone) or "
                 "packed (position_ids that begin anew, attention_mask of ones or none). Leave one out."
             )
-        self.model(
-            input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, logits_to_keep=1
-        )
+        logits = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=0 if self.train_all else 1,
+        ).logits
         layers = torch.stack(self._losses)
         share = layers.new_tensor([1 / self.sources.count(self.sources[i]) for i in self.taught])
-        return {"loss": (layers * share).sum() / len(self.indexers), "layers": layers.detach()}
+        outputs = {"loss": (layers * share).sum() / len(self.indexers), "layers": layers.detach()}
+        if self.train_all:
+            next_token = _cross_entropy(logits, input_ids, attention_mask, position_ids)
+            outputs |= {"loss": outputs["loss"] + next_token, "next_token": next_token.detach()}
+        return outputs
 
     def weights(self) -> dict[str, Tensor]:
         """Tensors under DeepSeek-V3.2's names, in the dtypes that the model runs them in."""
@@ -114,7 +133,7 @@ class Student(nn.Module):
 
     def _capture(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         taught = planned_copy(gm, self.model, self.plan)
-        _teach(taught, self.sparse)
+        _teach(taught, self.sparse, self.train_all)
 
         def run(*inputs: Any) -> list[Any]:
             *outputs, self._losses = taught(*inputs)
@@ -123,8 +142,38 @@ class Student(nn.Module):
         return run
 
 
-def _teach(gm: GraphModule, sparse: bool) -> None:
-    """Give the graph the divergence of each layer that has a selection; if not ``sparse``, that attends to all then."""
+def check_learning(model: nn.Module, sparse: bool) -> None:
+    """Raise ConfigError where a model cannot learn with its indexers."""
+    if not sparse:
+        raise ConfigError(
+            "train_all: expected the second stage, in which a model learns to attend to what is selected, came dense "
+            "attention. Train indexers alone first, then give sparse=True (--sparse-steps)."
+        )
+    coarse = sorted({str(p.dtype) for p in model.parameters() if p.requires_grad and p.itemsize < 4})
+    if coarse:
+        raise ConfigError(
+            f"train_all: expected weights in float32, which small steps change, came {', '.join(coarse)}. Load the "
+            "model with dtype=torch.float32; TrainingArguments(bf16=True) still computes in bfloat16."
+        )
+
+
+def _cross_entropy(
+    logits: Tensor, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> Tensor:
+    """Of the next tokens [B, T] that are no padding and begin no document; logits [B, T, vocab]."""
+    wanted = input_ids[:, 1:]
+    if attention_mask is not None:
+        wanted = wanted.masked_fill((attention_mask[:, :-1] & attention_mask[:, 1:]) == 0, -100)
+    if position_ids is not None:
+        wanted = wanted.masked_fill(position_ids[:, 1:] != position_ids[:, :-1] + 1, -100)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), wanted.flatten())
+
+
+def _teach(gm: GraphModule, sparse: bool, train_all: bool) -> None:
+    """Give the graph the divergence of each layer that has a selection; if not ``sparse``, that attends to all then.
+
+    ``train_all``: attention stays what has a gradient, and divergence is beside it.
+    """
     losses: list[Node] = []
     (output,) = gm.graph.find_nodes(op="output")
     for mla in gm.graph.find_nodes(op="call_function", target=torch.ops.dsa.mla.default):
@@ -141,9 +190,10 @@ def _teach(gm: GraphModule, sparse: bool) -> None:
                 (*read, topk if sparse else None, *student, args["nope"], args["scale"], index["scale"]),
             )
             attended, loss = (gm.graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
-        mla.replace_all_uses_with(attended)
-        gm.graph.erase_node(mla)
-        erase_dead(gm.graph, topk)
+        if not train_all:
+            mla.replace_all_uses_with(attended)
+            gm.graph.erase_node(mla)
+            erase_dead(gm.graph, topk)
         losses.append(loss)
     output.args = ((*output.args[0], tuple(losses)),)
     gm.graph.lint()

@@ -74,6 +74,16 @@ def test_a_conversion_that_is_killed_goes_on_where_it_was(checkpoint, tmp_path, 
     assert second.log == first.log[: len(second.log)]
 
 
+def test_a_model_that_learned_too_is_what_is_written(checkpoint, tmp_path):
+    joint = ("--sparse-steps", 1, "--train-all", "--sparse-lr", 1e-2)
+    with pytest.warns(UserWarning, match="its MTP layer gets no indexer"):
+        done = convert(checkpoint, tmp_path / "sparse", "--no-mtp", "--steps", 1, *joint)
+    assert done.exit_code == 0, done.output
+    dense, sparse = (AutoModelForCausalLM.from_pretrained(p) for p in (checkpoint / "model", tmp_path / "sparse"))
+    assert type(sparse) is DeepseekV32ForCausalLM
+    assert not torch.equal(dense.lm_head.weight, sparse.lm_head.weight)
+
+
 @pytest.mark.parametrize(
     ("arguments", "data", "text"),
     [
@@ -86,6 +96,9 @@ def test_a_conversion_that_is_killed_goes_on_where_it_was(checkpoint, tmp_path, 
         (("--held-out", 0), "text.txt", "held_out: expected more than 0"),
         (("--indexer", "elsewhere"), "text.txt", "Give retrain=True"),
         (("--sparse-steps", -1), "text.txt", "sparse_steps: expected at least 0"),
+        (("--sparse-lr", 0), "text.txt", "sparse_learning_rate: expected more than 0"),
+        (("--train-all",), "text.txt", "train_all: expected the second stage"),
+        (("--train-all", "--sparse-steps", 1, "--dtype", "float16"), "text.txt", "came torch.float16. Load the model"),
         ((), "missing.txt", "missing.txt: cannot be read as text"),
     ],
 )

@@ -10,7 +10,7 @@ from mtp import mtp_weights
 from transformers import TrainerCallback, TrainingArguments
 
 import dsa_compile
-from dsa_compile.distillation import warmup
+from dsa_compile.distillation import LAYERS, NEXT_TOKEN, warmup
 from dsa_compile.errors import ConfigError, InputError, TrainingError
 from dsa_compile.student import Student
 
@@ -46,6 +46,14 @@ def train(device, rows, tmp_path):
         )
 
     return run
+
+
+def joint(train, device, name="joint", **fields):
+    """A model that learned with its indexers, and what was found."""
+    model = copy.deepcopy(stock("deepseek_v3", device, 1))
+    callbacks = fields.pop("callbacks", ())
+    options = {"indexer": "random", "sparse": True, "train_all": True, "callbacks": callbacks}
+    return model, train(name, model=model, options=options, **fields)
 
 
 def losses(found):
@@ -148,6 +156,39 @@ def test_a_loss_that_is_no_number_stops_the_run_at_its_step_and_layer(train, mon
     assert sorted(p.name for p in tmp_path.glob("run/checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
 
 
+def test_a_model_that_learns_with_its_indexers_lowers_both_losses(train, device, rows):
+    model, found = joint(train, device, data=rows[:2], max_steps=30, save_strategy="no", learning_rate=1e-3)
+    steps = [entry for entry in found.log if "loss" in entry]
+    for curve in ([sum(step[LAYERS]) for step in steps], [step[NEXT_TOKEN] for step in steps]):
+        assert sum(curve[-5:]) < 0.95 * sum(curve[:5])
+    before = stock("deepseek_v3", device, 1).state_dict()
+    assert {n for n, t in model.state_dict().items() if torch.equal(t, before[n])} <= {n for n in before if "bias" in n}
+
+
+def test_a_joint_run_that_is_killed_goes_on_to_the_same_weights(train, device):
+    whole, found = joint(train, device, "whole")
+    with pytest.raises(KeyboardInterrupt):
+        joint(train, device, "killed", callbacks=[Killed(2, "step")])
+    again, same = joint(train, device, "killed")
+    finished, _ = joint(train, device, "killed")
+    assert losses(same) == pytest.approx(losses(found), abs=1e-5)
+    for other in (again, finished):
+        for name, tensor in whole.state_dict().items():
+            torch.testing.assert_close(other.state_dict()[name], tensor, rtol=0, atol=1e-5)
+    with pytest.raises(ConfigError, match="warm-up of something else: train_all: expected False, came True"):
+        train("killed", options={"sparse": True})
+
+
+def test_a_model_whose_loss_is_no_number_stops_the_run(train, device, tmp_path):
+    class Broken(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **kwargs):
+            if state.global_step == 2:
+                model.learning["lm_head/weight"].data[0, 0] = torch.inf
+
+    with pytest.raises(TrainingError, match=r"step 3: .* loss of the next token is not.*joint/checkpoint-2\."):
+        joint(train, device, callbacks=[Broken()])
+
+
 def test_a_weight_that_is_no_number_is_not_saved(train, tmp_path):
     class Broken(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
@@ -167,6 +208,7 @@ def test_a_weight_that_is_no_number_is_not_saved(train, tmp_path):
         ({"options": {"plan": "share:1/4+share:1/2"}}, ConfigError, "at most one of own, share"),
         ({"options": {"plan": "last"}}, ConfigError, "plan: unknown 'last'"),
         ({"options": {"plan": ["dense"]}}, ConfigError, "no layer attends with an indexer"),
+        ({"options": {"train_all": True}, "fsdp": True}, ConfigError, "train_all: .* came fsdp or deepspeed"),
         ({"options": {"indexer": {}}}, ConfigError, "has trained indexers .* Give retrain=True"),
     ],
 )

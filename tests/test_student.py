@@ -199,6 +199,66 @@ def test_a_seed_makes_the_weights(device):
     assert not torch.equal(one.get_parameter(name), other.get_parameter(name))
 
 
+def joint(model, **fields):
+    """A model that learns with its indexers, and its parameters by their own names."""
+    student = Student(model, DSAConfig(**{"index_topk": TOPK} | fields), seed=1, sparse=True, train_all=True)
+    return student, {name.replace("/", "."): p for name, p in student.learning.items()}
+
+
+@pytest.mark.parametrize(("case", "topk"), [("deepseek_v32", TOPK), ("deepseek_v3", LENGTH), ("glm_moe_dsa", TOPK)])
+def test_the_next_token_teaches_the_model_and_nothing_else_and_divergence_the_indexers(case, topk, device):
+    model, ids = float64_copy(stock(case, device, 2)), token_ids(2, LENGTH, device)
+    dense = OPTIONS | {"index_topk": topk, "mtp": {"module": mtp_weights(case, device)}}
+    fields = dense if case == "deepseek_v3" else {}
+    student, learning = joint(model, **fields)
+    outputs = student(ids)
+    alone = Student(model, DSAConfig(**{"index_topk": topk} | fields), seed=1, sparse=True)
+    kept = alone(ids)
+    torch.testing.assert_close(outputs["loss"], kept["loss"] + outputs["next_token"])
+    ours, theirs = (gradients(s, out["loss"]) for s, out in ((student, outputs), (alone, kept)))
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=0, atol=0)
+
+    stocked = copy.deepcopy(model).train(False)
+    loss = stocked(ids, labels=ids, use_cache=False).loss
+    torch.testing.assert_close(outputs["next_token"], loss.detach())
+    wanted = {name: p for name, p in stocked.named_parameters() if ".indexer." not in name}
+    assert learning.keys() == wanted.keys()
+    for name, gradient in zip(wanted, torch.autograd.grad(loss, wanted.values(), allow_unused=True)):
+        found = ours[f"learning.{name.replace('.', '/')}"]
+        torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-9)
+
+
+def test_what_learns_are_the_parameters_of_the_model_that_was_given(device):
+    model = copy.deepcopy(stock("deepseek_v3", device, 1))
+    model.lm_head.weight.requires_grad_(False)
+    _, learning = joint(model, **OPTIONS)
+    given = dict(model.named_parameters())
+    assert given.keys() - learning.keys() == {"lm_head.weight"}
+    assert all(p.data_ptr() == given[name].data_ptr() for name, p in learning.items())
+
+
+def test_no_next_token_is_learned_across_documents_or_from_padding(device):
+    model, ids = float64_copy(stock("deepseek_v3", device, 1)), token_ids(2, LENGTH, device)
+    student, _ = joint(model, **OPTIONS)
+    alone, holes = student(ids), torch.ones(2, 3, dtype=torch.int64, device=device)
+    padded = student(torch.cat([holes, ids], 1), attention_mask=torch.cat([0 * holes, torch.ones_like(ids)], 1))
+    positions = torch.arange(LENGTH, device=device).repeat(2)[None]
+    packed = student(ids.view(1, -1), position_ids=positions)
+    for outputs in (padded, packed):
+        torch.testing.assert_close(outputs["next_token"], alone["next_token"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sparse", "words"),
+    [(torch.float32, False, "expected the second stage"), (torch.bfloat16, True, "float32.* came torch.bfloat16")],
+)
+def test_a_model_that_would_not_learn_is_refused(dtype, sparse, words, device):
+    model = copy.deepcopy(stock("deepseek_v3", device, 1)).to(dtype)
+    with pytest.raises(ConfigError, match=f"train_all: .*{words}"):
+        Student(model, DSAConfig(**OPTIONS), seed=1, sparse=sparse, train_all=True)
+
+
 def test_a_row_that_is_padded_and_packed_is_refused(device):
     inputs = left_padded(2, LENGTH, device)
     with pytest.raises(InputError, match=r"either padded .* or packed"):

@@ -30,7 +30,11 @@ def convert(
     ] = True,
     steps: Annotated[int, typer.Option(help="Of the optimizer.")] = 1000,
     sparse_steps: Annotated[int, typer.Option(help="Of a second stage, under sparse attention.")] = 0,
+    train_all: Annotated[bool, typer.Option("--train-all", help="In that stage the model learns too.")] = False,
     lr: Annotated[float, typer.Option(help="Learning rate at its highest.")] = 5e-3,
+    sparse_lr: Annotated[
+        float | None, typer.Option(help="Of the second stage. Default: a tenth, or 1e-5 with --train-all.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Rows of a step.")] = 4,
     tokens: Annotated[int | None, typer.Option(help="Of a row. Default: 4 K.")] = None,
     isolate: Annotated[bool, typer.Option("--isolate", help="Documents in a row do not see each other.")] = False,
@@ -56,7 +60,9 @@ def convert(
             tokenizer=load_tokenizer(checkpoint),
             steps=steps,
             sparse_steps=sparse_steps,
+            train_all=train_all,
             learning_rate=lr,
+            sparse_learning_rate=sparse_lr,
             batch=batch,
             tokens=tokens,
             isolate=isolate,

@@ -65,12 +65,15 @@ def project(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Index queries [B, T, HI, DI], index keys [B, T, DI] and head weights float32[B, T, HI].
 
+    What an indexer learns reaches its own weights alone: its inputs are detached (DeepSeek-V3.2 report, section 2.1).
+
     Args:
         x: the attention's input [B, T, hidden]. q_latent: the normed query latent [B, T, L] (x where there is none).
         cos, sin: the model's own [B or 1, T, P]. The first ``rope_dim`` dimensions of a head are rotated.
         wq_b: [HI*DI, L]. wk: [DI, hidden]. k_norm_*: [DI]. weights_proj: [HI, hidden], kept in its own dtype.
         rotation: orthonormal [DI, DI] that queries and keys are multiplied by behind RoPE; see `hadamard`.
     """
+    x, q_latent = x.detach(), q_latent.detach()
     wq_b, wk, k_norm_weight, k_norm_bias = (p.to(x.dtype) for p in (wq_b, wk, k_norm_weight, k_norm_bias))
     q = F.linear(q_latent, wq_b).unflatten(-1, (n_heads, head_dim))
     k = F.layer_norm(F.linear(x, wk), [head_dim], k_norm_weight, k_norm_bias, K_NORM_EPS).unsqueeze(2)
