@@ -120,6 +120,7 @@ def warmup(
         trainer = _Trainer(student, arguments, train_dataset=dataset, callbacks=[_Finite(), *callbacks])
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         log = trainer.state.log_history
+    student.write_back(model)
     found = dict(zip(student.taught, next((e[LAYERS] for e in reversed(log) if LAYERS in e), ())))
     return Warmup(
         indexers=student.weights(),

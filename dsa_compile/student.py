@@ -131,6 +131,12 @@ class Student(nn.Module):
             for name, t in indexer.named_parameters()
         }
 
+    def write_back(self, model: nn.Module) -> None:
+        """Give the model that was given what it learned, if a trainer moved the parameters that they shared."""
+        with torch.no_grad():
+            for name, learned in self.learning.items():
+                model.get_parameter(name.replace("/", ".")).copy_(learned)
+
     def _capture(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         taught = planned_copy(gm, self.model, self.plan)
         _teach(taught, self.sparse, self.train_all)

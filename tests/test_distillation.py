@@ -165,6 +165,16 @@ def test_a_model_that_learns_with_its_indexers_lowers_both_losses(train, device,
     assert {n for n, t in model.state_dict().items() if torch.equal(t, before[n])} <= {n for n in before if "bias" in n}
 
 
+def test_a_model_learns_though_a_trainer_moves_its_parameters(train, device):
+    class Moved(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **kwargs):
+            for parameter in model.learning.values():
+                parameter.data = parameter.data.clone()
+
+    (apart, _), (whole, _) = joint(train, device, "moved", callbacks=[Moved()]), joint(train, device)
+    assert all(torch.equal(t, whole.state_dict()[name]) for name, t in apart.state_dict().items())
+
+
 def test_a_joint_run_that_is_killed_goes_on_to_the_same_weights(train, device):
     whole, found = joint(train, device, "whole")
     with pytest.raises(KeyboardInterrupt):
