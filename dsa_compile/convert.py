@@ -83,6 +83,7 @@ def convert(
     train_all: bool = False,
     learning_rate: float = 5e-3,
     sparse_learning_rate: float | None = None,
+    temperature: float = 1.0,
     batch: int = 4,
     tokens: int | None = None,
     isolate: bool = False,
@@ -104,6 +105,7 @@ def convert(
         sparse_steps: of a second stage, in which layers attend to what the indexers select. train_all: there the model
             learns too, and is what is written; see `warmup`. sparse_learning_rate: of that stage; None: a tenth of the
             other, or where the model learns 1e-5, GLM-5's (arXiv 2602.15763).
+        temperature: of the attention that indexers learn, at least 1, which is DeepSeek-V3.2's; see `warmup`.
         batch: rows of a step. tokens: of a row; None: 4 K. seed: of the first indexers and the order of rows.
         held_out: rows that are measured and not trained on. retrain: go on from indexers that the model has.
         progress: show bars on stderr.
@@ -147,15 +149,23 @@ def convert(
         "disable_tqdm": not progress,
         "report_to": [],
     }
-    warmed = warmup(
-        model, rows[:-held_out], _arguments(work / "dense", steps, learning_rate, shared), options, retrain=retrain
-    )
+    arguments = _arguments(work / "dense", steps, learning_rate, shared)
+    warmed = warmup(model, rows[:-held_out], arguments, options, temperature=temperature, retrain=retrain)
     measure = _Measure(model, warmed, [row["input_ids"] for row in rows[-held_out:]], progress)
     dense = measure(Plan((None,) * len(warmed.plan.sources)), selector="attention")
     if sparse_steps:
         options = DSAConfig.of(options, indexer=warmed.indexers, plan=warmed.plan.text(), layer0="serial")
         arguments = _arguments(work / "sparse", sparse_steps, sparse_learning_rate, shared)
-        warmed = warmup(model, rows[:-held_out], arguments, options, sparse=True, train_all=train_all, retrain=True)
+        warmed = warmup(
+            model,
+            rows[:-held_out],
+            arguments,
+            options,
+            sparse=True,
+            train_all=train_all,
+            temperature=temperature,
+            retrain=True,
+        )
     model_type = save_checkpoint(model, warmed, out, tokenizer=tokenizer)
     shutil.rmtree(work)
     exact, sparse = measure(warmed.plan, selector="attention"), measure(warmed.plan, indexer=warmed.indexers)

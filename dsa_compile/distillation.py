@@ -58,6 +58,7 @@ def warmup(
     *,
     sparse: bool = False,
     train_all: bool = False,
+    temperature: float = 1.0,
     retrain: bool = False,
     resume: bool = True,
     callbacks: Sequence[TrainerCallback] = (),
@@ -83,6 +84,8 @@ def warmup(
             ``requires_grad``, float32, change where they lie. That loss has no gradient in an indexer, and KL none in
             the model; ``max_grad_norm`` is of both together. The weights of an MTP layer stay as they are. A run that
             is to be gone on with begins with the model as it was before.
+        temperature: of p, in either stage; 1 is DeepSeek-V3.2's. Above 1 p is flatter, and tokens to which several
+            heads attend a little count for more; see `taught_attention`.
         retrain: go on from indexers that the model, its checkpoint or ``indexer`` has.
         resume: go on from the last whole checkpoint in ``arguments.output_dir``.
         callbacks: for the Trainer.
@@ -109,7 +112,7 @@ def warmup(
             "Give retrain=True (--retrain) to go on from them, or indexer='random' to begin anew where the model "
             "brings none."
         )
-    student = Student(model, options, arguments.seed, sparse=sparse, train_all=train_all)
+    student = Student(model, options, arguments.seed, sparse=sparse, train_all=train_all, temperature=temperature)
     index_topk: int = student.model.dsa.index_topk
     _check_rows(dataset, index_topk)
     last = _checkpoint(student, dataset, arguments, resume)
@@ -224,6 +227,7 @@ def _checkpoint(student: Student, dataset: Sequence[Any], arguments: TrainingArg
         "rows": len(dataset),
         "sparse": student.sparse,
         "train_all": student.train_all,
+        "temperature": student.temperature,
         "mtp": student.model.dsa.mtp_weights,
     }
     last = _last_whole(folder) if resume else None

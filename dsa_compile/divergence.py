@@ -15,7 +15,8 @@ class _TaughtAttention(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         visible: Tensor = inputs[4]
         run: Any = teach_cuda if visible.is_cuda else teach
-        out, loss, grads = run(*inputs, any(ctx.needs_input_grad))
+        *operands, temperature = inputs
+        out, loss, grads = run(*operands, any(ctx.needs_input_grad), temperature)
         taught = (visible[..., 1] > visible[..., 0]).sum().clamp_min(1)
         ctx.save_for_backward(taught, *grads)
         ctx.mark_non_differentiable(out)
@@ -25,7 +26,7 @@ class _TaughtAttention(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         taught, *grads = ctx.saved_tensors
         share = loss_grad / taught  # in its own dtype: float16 has no 1 / 100,000
-        return *[None] * 6, *((grad.to(share.dtype) * share).to(grad.dtype) for grad in grads), None, None, None
+        return *[None] * 6, *((grad.to(share.dtype) * share).to(grad.dtype) for grad in grads), *[None] * 4
 
 
 def taught_attention(
@@ -41,6 +42,7 @@ def taught_attention(
     nope: int,
     scale: float,
     index_scale: float,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """``dsa::mla`` of a call without a cache, and KL(p || softmax(I)) of the rows that see something.
 
@@ -56,11 +58,26 @@ def taught_attention(
         visible, topk_indices: see `dsa_compile.dims`.
         index_q: [B, T, HI, DI]. index_weights: float32[B, T, HI]. index_keys: [B, T, DI]. nope: N.
         scale: of attention. index_scale: ``DI ** -0.5``.
+        temperature: at least 1. p is the sum over heads of their probabilities to the power 1 / temperature, over its
+            own sum: above 1 it is flatter, and a token to which several heads attend a little counts for more beside
+            one to which a single head attends much.
 
     Returns:
         [B, T, H, V] without a gradient, zeros for a row that sees nothing; and the mean over the other rows, a scalar.
     """
     result: tuple[Tensor, Tensor] = _TaughtAttention.apply(
-        q, c_kv, k_pe, kv_b_weight, visible, topk_indices, index_q, index_weights, index_keys, nope, scale, index_scale
+        q,
+        c_kv,
+        k_pe,
+        kv_b_weight,
+        visible,
+        topk_indices,
+        index_q,
+        index_weights,
+        index_keys,
+        nope,
+        scale,
+        index_scale,
+        temperature,
     )
     return result

@@ -1,5 +1,6 @@
 """A model, frozen or learning too, and indexers that learn from its attention."""
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -38,17 +39,27 @@ class Student(nn.Module):
     model: Any
 
     def __init__(
-        self, model: nn.Module, options: DSAConfig, seed: int, *, sparse: bool = False, train_all: bool = False
+        self,
+        model: nn.Module,
+        options: DSAConfig,
+        seed: int,
+        *,
+        sparse: bool = False,
+        train_all: bool = False,
+        temperature: float = 1.0,
     ) -> None:
         """Indexers that start as ``options.indexer`` says, ``"random"`` (of ``seed``) or trained.
 
         ``sparse``: layers attend to what the indexers select as they learn, and teach them about that alone.
         ``train_all``: those of the model's parameters learn that have ``requires_grad``, where they lie.
+        ``temperature``: of targets; see `taught_attention`.
         """
         super().__init__()
-        self.sparse, self.train_all = sparse, train_all
+        self.sparse, self.train_all, self.temperature = sparse, train_all, temperature
         if train_all:
             check_learning(model, sparse)
+        if not 1 <= temperature < math.inf:
+            raise ConfigError(f"temperature: expected at least 1 and finite, came {temperature}.")
         if options.selector not in (None, "indexer") or options.disable_passes:
             raise ConfigError(
                 "an indexer is trained with every pass and for selector='indexer': leave the others out, came "
@@ -139,7 +150,7 @@ class Student(nn.Module):
 
     def _capture(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         taught = planned_copy(gm, self.model, self.plan)
-        _teach(taught, self.sparse, self.train_all)
+        _teach(taught, self.sparse, self.train_all, self.temperature)
 
         def run(*inputs: Any) -> list[Any]:
             *outputs, self._losses = taught(*inputs)
@@ -175,7 +186,7 @@ def _cross_entropy(
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), wanted.flatten())
 
 
-def _teach(gm: GraphModule, sparse: bool, train_all: bool) -> None:
+def _teach(gm: GraphModule, sparse: bool, train_all: bool, temperature: float) -> None:
     """Give the graph the divergence of each layer that has a selection; if not ``sparse``, that attends to all then.
 
     ``train_all``: attention stays what has a gradient, and divergence is beside it.
@@ -190,10 +201,10 @@ def _teach(gm: GraphModule, sparse: bool, train_all: bool) -> None:
         index = arguments(topk)
         read = [args[name] for name in ("q", "c_kv", "k_pe", "kv_b_weight", "visible")]
         student = [index[name] for name in ("q", "weights", "index_keys")]
+        scales = args["scale"], index["scale"], temperature
         with gm.graph.inserting_before(mla):
             both = gm.graph.call_function(
-                taught_attention,
-                (*read, topk if sparse else None, *student, args["nope"], args["scale"], index["scale"]),
+                taught_attention, (*read, topk if sparse else None, *student, args["nope"], *scales)
             )
             attended, loss = (gm.graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
         if not train_all:

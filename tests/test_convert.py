@@ -97,6 +97,7 @@ def test_a_model_that_learned_too_is_what_is_written(checkpoint, tmp_path):
         (("--indexer", "elsewhere"), "text.txt", "Give retrain=True"),
         (("--sparse-steps", -1), "text.txt", "sparse_steps: expected at least 0"),
         (("--sparse-lr", 0), "text.txt", "sparse_learning_rate: expected more than 0"),
+        (("--temperature", 0.5), "text.txt", "temperature: expected at least 1 and finite, came 0.5"),
         (("--train-all",), "text.txt", "train_all: expected the second stage"),
         (("--train-all", "--sparse-steps", 1, "--dtype", "float16"), "text.txt", "came torch.float16. Load the model"),
         ((), "missing.txt", "missing.txt: cannot be read as text"),

@@ -103,6 +103,7 @@ def test_a_finished_run_is_not_trained_again_and_another_run_is_not_resumed(trai
         ({"seed": 1}, "seed: expected 1, came 42"),
         ({"data": rows[:8]}, "rows: expected 8, came 32"),
         ({"options": {"sparse": True}}, "sparse: expected True, came False"),
+        ({"options": {"temperature": 2.0}}, "temperature: expected 2.0, came 1.0"),
         ({"options": {"mtp": {"module": mtp_weights("deepseek_v3", device)}}}, "mtp: expected '[0-9a-f]+', came None"),
     ):
         with pytest.raises(ConfigError, match=rf"warmup\.json: warm-up of something else: {words}"):

@@ -31,18 +31,20 @@ def shapes():
     return (B, H, T, N + P), (B, T, R), (B, T, P), (H * (N + V), R), (B, T, HI, DI), (B, T, HI), (B, T, DI)
 
 
-def taught(inputs):
-    return taught_attention(*inputs, N, SCALE, INDEX_SCALE)
+def taught(inputs, temperature=1.0):
+    return taught_attention(*inputs, N, SCALE, INDEX_SCALE, temperature)
 
 
-def naive(q, c_kv, k_pe, kv_b_weight, visible, topk, *student):
+def naive(q, c_kv, k_pe, kv_b_weight, visible, topk, *student, temperature=1.0):
     """The mean over visible rows of KL(p || softmax(I)), from whole matrices."""
     slots = torch.arange(T, device=q.device)
     keep = (slots >= visible[:, 0, :, :1]) & (slots < visible[:, 0, :, 1:])
     if topk is not None:
         keep = keep & (slots == topk[..., None]).any(-2)
     key, _ = expand_keys(q, c_kv, k_pe, kv_b_weight, N)
-    p = (q @ key.mT * SCALE).masked_fill(~keep[:, None], -torch.inf).softmax(-1).mean(1)
+    p = (q @ key.mT * SCALE).masked_fill(~keep[:, None], -torch.inf).softmax(-1)
+    p = (p ** (1 / temperature)).sum(1)
+    p = p / p.sum(-1, keepdim=True)
     scores = index_scores(*student, INDEX_SCALE).masked_fill(~keep, -torch.inf)
     rows = keep.any(-1)
     return (
@@ -52,15 +54,17 @@ def naive(q, c_kv, k_pe, kv_b_weight, visible, topk, *student):
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("budget", [1, 1 << 12, 1 << 30])
-def test_loss_output_and_gradients_are_those_of_the_definition_in_any_chunks(inputs, budget, sparse, monkeypatch):
+@pytest.mark.parametrize(("budget", "temperature"), [(1, 1.0), (1 << 12, 2.0), (1 << 30, 1.0)])
+def test_loss_output_and_gradients_are_those_of_the_definition_in_any_chunks(
+    inputs, budget, temperature, sparse, monkeypatch
+):
     monkeypatch.setitem(reference.ROW_BUDGET, inputs[0].device.type, budget)
     visible, student = inputs[4], inputs[6:]
     topk = select(*(x.detach() for x in student), visible, None, 4, INDEX_SCALE, 1 << 20) if sparse else None
     inputs = (*inputs[:5], topk, *student)
-    out, loss = taught(inputs)
+    out, loss = taught(inputs, temperature)
     torch.testing.assert_close(out, mla(*inputs[:5], None, topk, N, SCALE, [], 0, "half", -1))
-    want = naive(*inputs)
+    want = naive(*inputs, temperature=temperature)
     torch.testing.assert_close(loss, want)
     ours, theirs = (torch.autograd.grad(3 * x, student) for x in (loss, want))
     for mine, its in zip(ours, theirs):

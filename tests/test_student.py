@@ -1,6 +1,7 @@
 """Indexers learn from the layers that attend with them, and from nothing else."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def gradients(student, loss):
 
 
 def targets_and_scores(model, student, ids):
-    """From hooks on a stock model: its head-mean attention [B, T, T] by layer, and the student's index scores."""
+    """From hooks on a stock model: targets [B, T, T] by layer, head-mean attention at 1, and the index scores."""
     model.set_attn_implementation("eager")
     seen = {}
     for name, module in model.named_modules():
@@ -49,7 +50,8 @@ def targets_and_scores(model, student, ids):
         q_latent = next(seen[f"{path}.{name}"] for name in ("q_b_proj", "q_proj") if f"{path}.{name}" in seen)
         read = seen[f"{path}.kv_a_proj_with_mqa"], q_latent, cos, sin
         scores[int(layer)] = scores_of(indexer, *read, layout=family_of(model).index_rope)
-    return [a.double().mean(1) for a in attentions], scores
+    flat = [(a.double() ** (1 / student.temperature)).sum(1) for a in attentions]
+    return [p / p.sum(-1, keepdim=True) for p in flat], scores
 
 
 def scores_of(indexer, x, q_latent, cos, sin, *, layout):
@@ -121,6 +123,20 @@ def test_the_target_of_an_indexer_is_the_mean_attention_of_the_layers_that_atten
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-9)
     each = {i: divergence(targets[i], scores[j]) for j in layers for i in layers[j]}
     torch.testing.assert_close(outputs["layers"], torch.stack([each[i] for i in student.taught]))
+
+
+def test_a_temperature_flattens_what_each_layer_teaches(device):
+    model, ids = float64_copy(stock_without_experts("deepseek_v3", device)), token_ids(2, LENGTH, device)
+    student = Student(model, DSAConfig(**OPTIONS), seed=1, temperature=2.0)
+    targets, scores = targets_and_scores(copy.deepcopy(model), student, ids)
+    parts = [divergence(targets[layer], scores[layer]) for layer in student.taught]
+    torch.testing.assert_close(student(ids)["layers"], torch.stack(parts))
+
+
+@pytest.mark.parametrize("temperature", [0.5, -1.0, math.inf, math.nan])
+def test_a_temperature_that_flattens_nothing_is_refused(temperature, device):
+    with pytest.raises(ConfigError, match=f"temperature: expected at least 1 and finite, came {temperature}"):
+        Student(stock("deepseek_v3", device), DSAConfig(**OPTIONS), seed=1, temperature=temperature)
 
 
 @pytest.mark.parametrize(("case", "plan"), [("deepseek_v3", "mli"), ("glm4_moe_lite", ["own", "from:0"])])

@@ -35,6 +35,9 @@ def convert(
     sparse_lr: Annotated[
         float | None, typer.Option(help="Of the second stage. Default: a tenth, or 1e-5 with --train-all.")
     ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="Of the attention that indexers learn; above 1 it is flatter.")
+    ] = 1.0,
     batch: Annotated[int, typer.Option(help="Rows of a step.")] = 4,
     tokens: Annotated[int | None, typer.Option(help="Of a row. Default: 4 K.")] = None,
     isolate: Annotated[bool, typer.Option("--isolate", help="Documents in a row do not see each other.")] = False,
@@ -63,6 +66,7 @@ def convert(
             train_all=train_all,
             learning_rate=lr,
             sparse_learning_rate=sparse_lr,
+            temperature=temperature,
             batch=batch,
             tokens=tokens,
             isolate=isolate,

@@ -54,6 +54,7 @@ def teach_cuda(
     scale: float,
     index_scale: float,
     wanted: bool,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """`reference.teach` by Triton kernels, or by the reference with a warning that names the limit.
 
@@ -65,8 +66,9 @@ def teach_cuda(
     operands = q, c_kv, k_pe, kv_b_weight, visible, topk_indices, index_q, index_weights, index_keys
     if reason is not None:
         warnings.warn(f"teaching runs as its reference, not as Triton kernels: {reason}.", stacklevel=4)
-        return teach(*operands, nope, scale, index_scale, wanted)
-    return launch(*operands, nope, scale, index_scale, wanted, configs.tiles(call, device), device.processors)
+        return teach(*operands, nope, scale, index_scale, wanted, temperature)
+    tiles = configs.tiles(call, device)
+    return launch(*operands, nope, scale, index_scale, wanted, tiles, device.processors, temperature)
 
 
 def call_of(q: Tensor, kv_b_weight: Tensor, index_q: Tensor, nope: int) -> Call:
@@ -101,6 +103,7 @@ def launch(
     wanted: bool,
     tiles: Tiles,
     processors: int,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Run the kernels in these tiles; autocast or not, the teacher is in q's dtype and the student in index_q's."""
     call = call_of(q, kv_b_weight, index_q, nope)
@@ -122,9 +125,9 @@ def launch(
             keep = None if topk_indices is None else chosen(topk_indices[sequences], rows, T)
             target, scores = q.new_empty(2, len(seen), n, width, dtype=torch.float32)
             lse = attend(out[sequences], teaching, seen, keep, rows, scale, call, tiles.attend)
-            write_target(target, teaching, seen, lse, rows, scale, call, tiles.target)
+            write_target(target, teaching, seen, lse / temperature, rows, scale / temperature, call, tiles.target)
             write_scores(scores, learning, seen, rows, index_scale, tiles.scores)
-            losses[sequences, rows] = diverge(target, scores, seen, keep, rows)
+            losses[sequences, rows] = diverge(target, scores, seen, keep, rows, flat=temperature != 1)
             if wanted:
                 grads = Student(index_q_grad[sequences], weights_grad[sequences], keys_grad[sequences])
                 row_gradients(grads, learning, seen, scores, rows, index_scale, call, tiles.rows)
@@ -193,7 +196,10 @@ def write_target(
     call: Call,
     tile: Tile,
 ) -> None:
-    """Write the head-mean probabilities of ``rows`` to target float32[B, t, width], at least where they see a slot."""
+    """Write the mean over heads of exp(score - lse) to target float32[B, t, width], at least where ``rows`` see a slot.
+
+    ``lse``: see `attend`. It and ``scale`` over a temperature give probabilities to the power of its inverse.
+    """
     from dsa_compile.lowering.teach import teacher_kernel
 
     B, n = target.shape[:2]
@@ -235,8 +241,11 @@ def write_scores(
     )
 
 
-def diverge(target: Tensor, scores: Tensor, visible: Tensor, keep: Tensor | None, rows: slice) -> Tensor:
-    """float32[B, t]: KL(target || softmax(scores)) of each row; over its scores goes their gradient."""
+def diverge(target: Tensor, scores: Tensor, visible: Tensor, keep: Tensor | None, rows: slice, *, flat: bool) -> Tensor:
+    """float32[B, t]: KL(target || softmax(scores)) of each row; over its scores goes their gradient.
+
+    ``flat``: a row of the target has any sum, and is divided by it.
+    """
     from dsa_compile.lowering.teach import student_kernel
 
     B, n, width = scores.shape
@@ -253,6 +262,7 @@ def diverge(target: Tensor, scores: Tensor, visible: Tensor, keep: Tensor | None
         n,
         visible.shape[2],
         SELECTED=keep is not None,
+        FLAT=flat,
         BLOCK=LANES,
     )
     return losses

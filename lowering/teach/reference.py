@@ -28,6 +28,7 @@ def teach(
     scale: float,
     index_scale: float,
     wanted: bool,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Attention, and the sum over rows of KL(p || softmax(I)); operands are those of `divergence.taught_attention`.
 
@@ -53,11 +54,19 @@ def teach(
         probs, _ = attend(scores, keep[:, None])
         out[:, rows] = (probs.to(q.dtype) @ value[:, :, :n]).transpose(1, 2)
         part = student[0][:, rows], student[1][:, rows], student[2][:, :n]
-        divergence, *part_grads = _divergence(probs.mean(1), keep, *part, index_scale, wanted)
+        divergence, *part_grads = _divergence(_target(probs, temperature), keep, *part, index_scale, wanted)
         loss += divergence
         for grad, place, more in zip(grads, (rows, rows, slice(n)), part_grads):
             grad[:, place] += more
     return out, loss, grads
+
+
+def _target(probs: Tensor, temperature: float) -> Tensor:
+    """[B, t, S] of the probabilities of heads [B, H, t, S]; zeros for a row that sees nothing."""
+    if temperature == 1:
+        return probs.mean(1)
+    flat = probs.pow(1 / temperature).sum(1)
+    return flat / flat.sum(-1, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
 
 
 def _divergence(

@@ -32,12 +32,14 @@ def diverge(
     num_rows,
     T,
     SELECTED: tl.constexpr,
+    FLAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """KL(target || softmax(scores)) of one row, and over its scores what their gradient is, softmax - target.
 
     TARGET and SCORES are float32[B, num_rows, stride], LOSS is float32[B, num_rows]; where KEEP bool[B, num_rows,
-    keep_stride] does not hold, if SELECTED, the gradient is 0. What a row does not see is not written.
+    keep_stride] does not hold, if SELECTED, the gradient is 0. A target of any sum, if FLAT, is divided by it. What a
+    row does not see is not written.
     """
     row = tl.program_id(0)
     b = row // num_rows
@@ -48,6 +50,7 @@ def diverge(
     lane = tl.arange(0, BLOCK)
     peak = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
+    goals = tl.zeros([BLOCK], tl.float32)
     for begin in range(start // BLOCK * BLOCK, stop, BLOCK):
         slot = begin + lane
         keep = (slot >= start) & (slot < stop)
@@ -57,8 +60,11 @@ def diverge(
         higher = tl.maximum(peak, score)
         total = total * tl.exp(peak - higher) + tl.exp(score - higher)
         peak = higher
+        if FLAT:
+            goals += tl.load(TARGET + slot, mask=keep, other=0.0)
     highest = tl.max(peak, 0)
     lse = highest + tl.log(tl.sum(total * tl.exp(peak - highest), 0))
+    whole = tl.sum(goals, 0)
     loss = tl.zeros([BLOCK], tl.float32)
     for begin in range(start // BLOCK * BLOCK, stop, BLOCK):
         slot = begin + lane
@@ -68,6 +74,8 @@ def diverge(
             keep = tl.load(KEEP + slot, mask=seen, other=0) != 0
         score = tl.load(SCORES + slot, mask=keep, other=0.0) - lse
         goal = tl.load(TARGET + slot, mask=keep, other=0.0)
+        if FLAT:
+            goal = goal / whole
         loss += tl.where(keep, tl.where(goal == 0, 0.0, goal * tl.log(goal)) - goal * score, 0.0)
         tl.store(SCORES + slot, tl.where(keep, tl.exp(score) - goal, 0.0), mask=seen)
     tl.store(LOSS + row, tl.sum(loss, 0))

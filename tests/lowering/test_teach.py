@@ -76,7 +76,11 @@ def compile_for(name, call, folder, selected=False):
     kernel, pointers, sizes = {
         "attend": (teacher_kernel.attend, teacher, configs.attend_constants(call, tiles.attend)),
         "target": (teacher_kernel.target, teacher, configs.target_constants(call, tiles.target)),
-        "diverge": (student_kernel.diverge, {"KEEP": "*u8"}, {"BLOCK": launch.LANES, "num_warps": 4, "num_stages": 1}),
+        "diverge": (
+            student_kernel.diverge,
+            {"KEEP": "*u8"},
+            {"FLAT": selected, "BLOCK": launch.LANES, "num_warps": 4, "num_stages": 1},
+        ),
         "rows": (student_kernel.row_gradients, student, configs.row_constants(call, tiles.rows)),
         "columns": (student_kernel.column_gradients, student, configs.column_constants(call, tiles.columns)),
     }[name]
@@ -126,10 +130,10 @@ from dsa_compile.lowering.teach.configs import Tile, Tiles
 torch.manual_seed(0)
 tile = Tile(16, 16, 4, 1)
 tiles = Tiles(tile, tile, Config(16, 16, 4, 1), tile, tile)
-for B, H, T, N, P, R, V, HI, DI, K, most in [
-    (2, 2, 37, 12, 4, 5, 8, 3, 12, None, 40),
-    (1, 1, 140, 16, 16, 8, 16, 16, 16, 9, 1),
-    (3, 1, 20, 20, 2, 4, 20, 5, 16, None, 45),
+for B, H, T, N, P, R, V, HI, DI, K, most, temperature in [
+    (2, 2, 37, 12, 4, 5, 8, 3, 12, None, 40, 2.0),
+    (1, 2, 140, 16, 16, 8, 16, 16, 16, 9, 1, 1.5),
+    (3, 1, 20, 20, 2, 4, 20, 5, 16, None, 45, 1.0),
 ]:
     launch.BUDGET = 8 * -(-T // 16) * 16 * most
     q, c_kv, k_pe = torch.randn(B, H, T, N + P), torch.randn(B, T, R), torch.randn(B, T, P)
@@ -142,15 +146,16 @@ for B, H, T, N, P, R, V, HI, DI, K, most in [
     if K is not None:
         topk[..., 0] = visible[:, 0, :, 1] - 1
     operands = q, c_kv, k_pe, weight, visible, topk, *student
-    wanted = teach(*(x if x is None or x.dtype == torch.int32 else x.double() for x in operands), N, 0.3, 0.25, True)
-    ours = launch.launch(*operands, N, 0.3, 0.25, True, tiles, 4)
+    exact = (x if x is None or x.dtype == torch.int32 else x.double() for x in operands)
+    wanted = teach(*exact, N, 0.3, 0.25, True, temperature)
+    ours = launch.launch(*operands, N, 0.3, 0.25, True, tiles, 4, temperature)
     for x, y in zip((*ours[:2], *ours[2]), (*wanted[:2], *wanted[2]), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
     assert len(list(launch.chunks(B, T, most))) == 2
     if K is None:
         for x in (c_kv, k_pe, student[2]):
             x[-1, T - 1] = torch.nan  # nobody sees the last slots of this sequence
-        assert torch.equal(launch.launch(*operands, N, 0.3, 0.25, False, tiles, 4)[1], ours[1])
+        assert torch.equal(launch.launch(*operands, N, 0.3, 0.25, False, tiles, 4, temperature)[1], ours[1])
     print("right")
 """
 

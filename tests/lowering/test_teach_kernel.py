@@ -19,13 +19,15 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 class Case:
     """Inputs of one call: sequence 0 holds a document from slot 70 on, the last sequence 9 rows that see nothing."""
 
-    def __init__(self, B=2, T=300, H=4, N=128, P=64, V=128, HI=8, DI=64, K=None, R=64, *, dtype=BF16, seed=0):
+    def __init__(
+        self, B=2, T=300, H=4, N=128, P=64, V=128, HI=8, DI=64, K=None, R=64, *, dtype=BF16, seed=0, temperature=1.0
+    ):
         generator = torch.Generator(CUDA).manual_seed(seed)
 
         def normal(*shape, kind=dtype):
             return torch.randn(shape, generator=generator, device=CUDA).to(kind)
 
-        self.N, self.scale, self.index_scale = N, (N + P) ** -0.5, DI**-0.5
+        self.N, self.scale, self.index_scale, self.temperature = N, (N + P) ** -0.5, DI**-0.5, temperature
         self.q = normal(B, T, H, N + P).transpose(1, 2)
         self.latent = [normal(B, T, R), normal(B, T, P), normal(H * (N + V), R) * R**-0.5]
         self.visible = torch.stack([torch.zeros(T), torch.arange(1, T + 1)], -1).int().repeat(B, 1, 1, 1).to(CUDA)
@@ -43,7 +45,7 @@ class Case:
 
     def run(self, gain=1.0):
         """Attention, loss, and gradients of ``gain`` times the loss."""
-        scales = self.N, self.scale, self.index_scale
+        scales = self.N, self.scale, self.index_scale, self.temperature
         out, loss = taught_attention(self.q, *self.latent, self.visible, self.topk, *self.student, *scales)
         return [out, loss, *torch.autograd.grad(loss * gain, self.student)]
 
@@ -62,7 +64,9 @@ class Case:
         iq, iw, ik = leaves
         scores = (iw.unsqueeze(-2) @ ((iq @ ik.mT.unsqueeze(1)) * self.index_scale).relu()).squeeze(-2)
         log_probs = scores.masked_fill(hidden, -torch.inf).log_softmax(-1).masked_fill(~keep, 0)
-        loss = F.kl_div(log_probs, p.mean(1), reduction="sum") / seen.sum()
+        goal = (p ** (1 / self.temperature)).sum(1)
+        goal = goal / goal.sum(-1, keepdim=True).where(seen, 1)
+        loss = F.kl_div(log_probs, goal, reduction="sum") / seen.sum()
         return [(p @ value).transpose(1, 2), loss, *torch.autograd.grad(loss, leaves)]
 
     def check(self, most=1.1):
@@ -93,6 +97,8 @@ def test_any_length_and_selection_errs_no_more_than_everyday_code(T, K, dtype):
         {"N": 80, "P": 48, "V": 72, "HI": 22, "DI": 48, "H": 3},
         {"HI": 64, "DI": 128, "H": 2},
         {"HI": 128, "DI": 128, "H": 1, "T": 150},
+        {"temperature": 2.0},
+        {"temperature": 1.5, "K": 17},
     ],
     ids=str,
 )
