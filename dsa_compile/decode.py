@@ -41,7 +41,6 @@ def decode(
     if (
         refusal(logits_processor, stopping_criteria, generation_config, synced_gpus, input_ids.shape[0])
         or sampling is None
-        or sampling.repetition_penalty != 1
         or not isinstance(cache, DSACache)
         or any(d.kept_topk for d in cache.dims)  # kept selections need the host to say whose they are
     ):
@@ -53,7 +52,7 @@ def decode(
     progress.take(first.tolist())
     if not all(progress.finished):
         made = decoder(cache, sampling)
-        made.start(first, cache.lengths.valid, model_kwargs["position_ids"][:, -1] + 1)
+        made.start(first, cache.lengths.valid, model_kwargs["position_ids"][:, -1] + 1, input_ids)
         run(made, progress)
     count_new(cache, progress)
     return ended(progress, generation_config, partial(GenerateDecoderOnlyOutput, past_key_values=cache))

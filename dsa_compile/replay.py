@@ -1,7 +1,7 @@
 """Plain decode steps that feed themselves: on a GPU each is one replay of a CUDA graph."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,26 +12,35 @@ from dsa_compile.models.mtp_step import Place
 from dsa_compile.sampling import Sampling
 
 
-@dataclass(frozen=True)
-class Arriving:
-    """Tokens [B, 1] on their way to the host. ``copied``: when they are there; None: they are."""
+class Landing:
+    """Where the tokens of a step arrive on the host while the device goes on. ``like``: int64[B, 1], a step's."""
 
-    tokens: Tensor
-    copied: torch.cuda.Event | None
+    def __init__(self, like: Tensor) -> None:
+        self._there = torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        self._copied = torch.cuda.Event() if like.is_cuda else None
+        self._rows = 0
+
+    def send(self, tokens: Tensor, rows: int) -> None:
+        """Start a copy of ``tokens``, of which the first ``rows`` are asked for."""
+        self._rows = rows
+        self._there.copy_(tokens, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
     def wait(self) -> list[list[int]]:
-        if self.copied is not None:
-            self.copied.synchronize()
-        rows: list[list[int]] = self.tokens.tolist()
-        return rows
+        """What was sent last, once it is there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens: list[list[int]] = self._there.tolist()
+        return tokens[: self._rows]
 
 
 class Decoder:
     """Steps of one token for each sequence of a cache.
 
-    All that a step reads and writes lies in place: pools, weights, and here tokens, lengths and what is alive. So steps
-    follow each other without the host. A recording holds addresses and neither model nor cache: it is good for as long
-    as `addresses` stay.
+    All that a step reads and writes lies in place: pools, weights, and here tokens, lengths, what is alive and, for a
+    repetition penalty, what was seen. So steps follow each other without the host. A recording holds addresses and
+    neither model nor cache: it is good for as long as `addresses` stay.
 
     Args:
         step: `dsa_compile.models.plain_step.plain_step`, compiled or not.
@@ -53,10 +62,17 @@ class Decoder:
         )
         self._uniforms = torch.zeros(B, 1, device=device)
         self._rows, self._greedy, self.bytes = B, sampling.greedy, 0
+        self._landings = Landing(self._tokens), Landing(self._tokens)
+        self._seen: Tensor | None = None
+        if sampling.penalises:
+            self._seen = torch.zeros(B, model.config.vocab_size, dtype=torch.bool, device=device)
+            sampling = replace(sampling, seen=self._seen)
 
         def advance() -> None:
             self._tokens.copy_(step(model, cache, self._tokens, self._place, sampling, self._uniforms))
             self._place.valid.add_(self._place.alive)
+            if self._seen is not None:
+                self._seen.scatter_(1, self._tokens, True)
 
         self._advance = self._record(advance) if recorded else advance
 
@@ -72,12 +88,13 @@ class Decoder:
         replay: Callable[[], None] = graph.replay
         return replay
 
-    def start(self, tokens: Tensor, valid: Tensor, positions: Tensor) -> None:
+    def start(self, tokens: Tensor, valid: Tensor, positions: Tensor, history: Tensor) -> None:
         """Set where sequences are.
 
         Args:
             tokens: int64[B, 1], the last ones, which no cache holds yet; the cache may have more rows.
             valid: int64[B], tokens in the cache. positions: int64[B], of ``tokens``.
+            history: int64[B, S], what precedes ``tokens``, padding included: all that a repetition penalty counts.
         """
         B = tokens.shape[0]
         self._rows = B
@@ -86,10 +103,14 @@ class Decoder:
         self._place.offset[:B] = positions - valid
         self._place.alive[:] = False
         self._place.alive[:B] = True
+        if self._seen is not None:
+            self._seen.zero_()
+            self._seen[:B].scatter_(1, torch.cat([history, tokens], 1), True)
 
     def finish(self, finished: list[bool]) -> None:
-        """Leave these sequences as they are from the next step on."""
-        self._place.alive[: self._rows] = ~torch.tensor(finished, device=self._tokens.device)
+        """Leave these sequences as they are from the next step on, without a wait for the device."""
+        alive = torch.tensor([not row for row in finished], pin_memory=self._tokens.is_cuda)
+        self._place.alive[: self._rows].copy_(alive, non_blocking=True)
 
     def launch(self) -> None:
         """Start a step, without a look at what it gives."""
@@ -97,15 +118,12 @@ class Decoder:
             self._uniforms.uniform_()
         self._advance()
 
-    def advance(self) -> Arriving:
-        """Start a step; its tokens arrive while the next ones run."""
+    def advance(self) -> Landing:
+        """Start a step; its tokens arrive while the next one runs, and are gone when the one behind that is started."""
         self.launch()
-        tokens = self._tokens[: self._rows].to("cpu", non_blocking=True, copy=True)
-        if self._tokens.device.type != "cuda":
-            return Arriving(tokens, None)
-        copied = torch.cuda.Event()
-        copied.record()
-        return Arriving(tokens, copied)
+        landing, self._landings = self._landings[0], self._landings[::-1]
+        landing.send(self._tokens, self._rows)
+        return landing
 
 
 def addresses(model: Any, cache: DSACache) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The distribution that tokens are drawn from: transformers' logits processors as tensor code for a compiled graph."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -54,6 +54,7 @@ class Sampling:
         top_k: the k best tokens are kept, and those equal to the last of them. 0: all.
         top_p: the best tokens are kept that together reach this probability, and at least one.
         min_p: tokens are kept that have this share of the best one's probability.
+        seen: bool[B, vocab], tokens in the history of every row, where `target` gets none; it is not compared.
 
     Raises:
         ConfigError: a number is outside its range.
@@ -65,6 +66,7 @@ class Sampling:
     top_k: int | Tensor = 0
     top_p: float | Tensor = 1.0
     min_p: float | Tensor = 0.0
+    seen: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("repetition_penalty", "temperature"):
@@ -106,23 +108,21 @@ class Sampling:
         Args:
             logits: [B, T, vocab] of T rows of each sequence.
             history: int64[B, S], tokens of ``[0, vocab)`` of which row t has ``lengths[b, t]`` behind it: drafts that
-                it follows are among them. transformers counts padding as well. Needed for a repetition penalty.
+                it follows are among them. transformers counts padding as well. Needed for a repetition penalty
+                without ``seen``.
             lengths: int64[B, T].
 
         Returns:
             [B, T, vocab] in float32, float64 where logits are.
 
         Raises:
-            InputError: there is a repetition penalty and no history.
+            InputError: there is a repetition penalty and neither a history nor ``seen``.
         """
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if isinstance(self.repetition_penalty, Tensor) or self.repetition_penalty != 1:
-            if history is None or lengths is None:
-                raise InputError(
-                    "Sampling.target: expected history and lengths for repetition_penalty, came None. Give the tokens "
-                    "that precede each row."
-                )
-            scores = _penalise(scores, _per_row(self.repetition_penalty), history, lengths)
+        if self.penalises:
+            seen = self._seen(scores.shape[-1], history, lengths)
+            penalty = _per_row(self.repetition_penalty)
+            scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
         if self.greedy:
             return scores
         if isinstance(self.temperature, Tensor) or self.temperature != 1:
@@ -136,6 +136,25 @@ class Sampling:
             scores = _drop(scores, probs < _per_row(self.min_p) * probs.amax(-1, keepdim=True))
         return scores.softmax(-1)
 
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens of the history count."""
+        return isinstance(self.repetition_penalty, Tensor) or self.repetition_penalty != 1
+
+    def _seen(self, vocab: int, history: Tensor | None, lengths: Tensor | None) -> Tensor:
+        """bool[B, T or 1, vocab]: a token counts for a row if the first place that holds it lies before its end."""
+        if self.seen is not None:
+            return self.seen[:, None]
+        if history is None or lengths is None:
+            raise InputError(
+                "Sampling.target: expected history and lengths for repetition_penalty, came None. Give the tokens that "
+                "precede each row, or Sampling(seen=...)."
+            )
+        B, S = history.shape
+        places = torch.arange(S, device=history.device).expand(B, S)
+        first = history.new_full((B, vocab), S).scatter_reduce(1, history, places, "amin")
+        return first[:, None] < lengths[..., None]
+
 
 def _per_row(value: float | Tensor) -> float | Tensor:
     return value[:, None, None] if isinstance(value, Tensor) else value
@@ -143,15 +162,6 @@ def _per_row(value: float | Tensor) -> float | Tensor:
 
 def _drop(scores: Tensor, dropped: Tensor) -> Tensor:
     return scores.masked_fill(dropped, float("-inf"))
-
-
-def _penalise(scores: Tensor, penalty: float | Tensor, history: Tensor, lengths: Tensor) -> Tensor:
-    """A token counts for a row if the first place that holds it lies before the row's end."""
-    B, S = history.shape
-    places = torch.arange(S, device=history.device).expand(B, S)
-    first = history.new_full((B, scores.shape[-1]), S).scatter_reduce(1, history, places, "amin")
-    seen = first[:, None] < lengths[..., None]
-    return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
 def _keep_best(scores: Tensor, top_k: int | Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Ours:
         compiled = time.perf_counter() - start
         last = torch.full((self._batch, 1), 3, device=gpu.device)
         behind = torch.full((self._batch,), tokens - 1, device=gpu.device)
-        decoder.start(last, behind, behind)
+        decoder.start(last, behind, behind, last)
         us = gpu.time(Recording([()], decoder.launch)).median
         parts = by_group(kernel_times(decoder.launch))
         few, many = (self._generate(tokens, n) for n in (TIMED_TOKENS // 4, TIMED_TOKENS))

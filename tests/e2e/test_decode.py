@@ -117,7 +117,23 @@ def test_sampled_tokens_follow_the_distribution(steps, device):
     assert len(steps) == 1
 
 
-@pytest.mark.parametrize("arguments", [{"num_beams": 2}, {"repetition_penalty": 1.3}, {"output_scores": True}])
+def test_a_repetition_penalty_counts_prompt_padding_and_new_tokens(steps, monkeypatch, device):
+    free, _ = both(monkeypatch, device)
+    ours, theirs = both(monkeypatch, device, repetition_penalty=1.5)
+    assert_same(ours, theirs)
+    assert len(steps) == 2 * (NEW - 1)
+    assert not torch.equal(ours.sequences, free.sequences)
+
+
+def test_what_was_seen_of_earlier_sequences_does_not_count(steps, device):
+    model, arguments = prepared(V32, device), GREEDY | {"repetition_penalty": 1.5}
+    first, second = (token_ids(2, LENGTH, device, seed) for seed in range(2))
+    want = prepared(V32, device).generate(second, **arguments)
+    model.generate(first, **arguments)
+    assert torch.equal(model.generate(second, **arguments), want)
+
+
+@pytest.mark.parametrize("arguments", [{"num_beams": 2}, {"no_repeat_ngram_size": 2}, {"output_scores": True}])
 def test_what_a_step_cannot_show_is_left_to_transformers(steps, monkeypatch, device, arguments):
     ours, theirs = both(monkeypatch, device, **arguments)
     assert torch.equal(ours.sequences, theirs.sequences)
