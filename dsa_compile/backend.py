@@ -59,6 +59,7 @@ def dsa_backend(
         parts = compile_bodies(gm, lambda program, inputs: compat.compile_part(program, inputs, options))
         if parts is not None:
             result.notes.append(f"{parts.count} bodies run, {parts.compiled} of them compiled")
+            result.bodies = parts.compiled
             return parts.module.forward
     return compat.compile_fx(gm, example_inputs, options)
 

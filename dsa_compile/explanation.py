@@ -19,7 +19,7 @@ from dsa_compile.config import DSAConfig
 from dsa_compile.dims import LayerDims
 from dsa_compile.errors import InputError
 from dsa_compile.models.family import attention_modules, family_named, family_of
-from dsa_compile.models.prepared import PreparedModel
+from dsa_compile.models.prepared import PreparedModel, Recorded
 from dsa_compile.passes.pipeline import PIPELINE, rewrite
 from dsa_compile.report import Entry, Report
 
@@ -48,7 +48,8 @@ class LayerExplanation:
 class Explanation:
     """A dry run of the passes. ``str()`` of it, or rich's ``print``, shows tables.
 
-    ``plan``: a letter a layer, see `dsa_compile.plan.Plan.letters`.
+    ``plan``: a letter a layer, see `dsa_compile.plan.Plan.letters`. ``recordings``: the CUDA graphs by which a prepared
+    model decodes, of which there are some once it has generated on a GPU.
     """
 
     model: str
@@ -58,6 +59,7 @@ class Explanation:
     context: int
     layers: list[LayerExplanation]
     reports: dict[str, Report] = field(repr=False)
+    recordings: tuple[Recorded, ...] = ()
 
     @property
     def bytes_per_token(self) -> int:
@@ -86,7 +88,8 @@ class Explanation:
         return captured.get()
 
     def __rich__(self) -> Group:
-        return Group(self._layer_table(), self._pass_table(), self._op_table())
+        tables = [self._layer_table(), self._pass_table(), self._op_table()]
+        return Group(*tables, *([self._recording_table()] if self.recordings else []))
 
     def _layer_table(self) -> Table:
         what = "dense" if self.selector == "dense" else f"{self.selector}, K = {self.index_topk}, plan {self.plan}"
@@ -128,6 +131,16 @@ class Explanation:
         for graph_pass in PIPELINE:
             changes = [report.op_changes(graph_pass.name) for report in self.reports.values()]
             table.add_row(graph_pass.name, *(", ".join(f"{op} {n:+d}" for op, n in c.items()) or "-" for c in changes))
+        return table
+
+    def _recording_table(self) -> Table:
+        table = Table(title="decode steps recorded in CUDA graphs")
+        for name in ("batch", "slots", "MiB"):
+            table.add_column(name, justify="right")
+        table.add_column("tokens")
+        for r in self.recordings:
+            sampling = "greedy" if r.sampling.greedy else "sampled"
+            table.add_row(str(r.batch_size), f"{r.capacity:,}", f"{r.bytes / 2**20:,.1f}", sampling)
         return table
 
 
@@ -176,6 +189,7 @@ def explain(
         context=context,
         layers=_layers(clone, reports, context, itemsize, family.native_indexer),
         reports=reports,
+        recordings=model.recordings() if isinstance(model, PreparedModel) else (),
     )
 
 

@@ -23,6 +23,7 @@ from dsa_compile.generate import sample
 from dsa_compile.lending import Lender, check_memory
 from dsa_compile.models.mtp_step import UNCOMPILED, Graphs
 from dsa_compile.models.plain_step import plain_step
+from dsa_compile.models.prepared import Recorded
 from dsa_compile.pace import Pace
 from dsa_compile.replay import Decoder, addresses
 from dsa_compile.sampling import Sampling
@@ -156,6 +157,14 @@ class Guard:
                 self._plain_steps[B] = self._compiled(plain_step, f"plain_step_{B}", captured=True)
             made[sampling] = Decoder(self.model, self._plain_steps[B], cache, sampling, recorded=self.replays)
         return made[sampling]
+
+    def recordings(self) -> tuple[Recorded, ...]:
+        """What `decoder` made and still keeps, in a CUDA graph each."""
+        return tuple(
+            Recorded(cache.batch_size, cache.capacity, sampling, made.bytes)
+            for cache, (_, by_sampling) in self._decoders.items()
+            for sampling, made in by_sampling.items()
+        )
 
     def sample(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``generate`` calls for greedy search and sampling; ``plain`` is transformers' own loop."""

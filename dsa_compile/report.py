@@ -21,11 +21,15 @@ class Entry:
 
 @dataclass
 class Report:
-    """What happened to one captured graph, in the order of the pipeline."""
+    """What happened to one captured graph, in the order of the pipeline.
+
+    ``bodies``: parts that it was compiled in, those that do the same counted once.
+    """
 
     entries: list[Entry] = field(default_factory=list)
     op_counts: dict[str, tuple[Counter[str], Counter[str]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    bodies: int = 1
 
     def matched(self, pass_name: str, where: str, reason: str, node: object = "") -> None:
         self.entries.append(Entry(pass_name, where, True, reason, str(node)))

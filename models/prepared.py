@@ -10,6 +10,7 @@ from dsa_compile.cost.workspace import token_bytes
 from dsa_compile.dims import LayerDims
 from dsa_compile.errors import InputError
 from dsa_compile.plan import Plan
+from dsa_compile.sampling import Sampling
 
 CAPACITY_STEP = 256
 """Caches that `generate` makes hold a multiple of this many slots, so that calls of similar length share a graph."""
@@ -54,6 +55,21 @@ class Preparation:
     def graph_options(self) -> dict[str, Any]:
         """Options for the backend; the plan is in the graph already."""
         return self.config.graph_options() | {"plan": None, "layer0": "serial"}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A decode step that `generate` keeps as a CUDA graph.
+
+    Attributes:
+        batch_size, capacity: of the cache that it is over. sampling: how it chooses tokens.
+        bytes: of the device that it took, beside weights and cache.
+    """
+
+    batch_size: int
+    capacity: int
+    sampling: Sampling
+    bytes: int
 
 
 class PreparedModel:
@@ -106,6 +122,11 @@ class PreparedModel:
     def slots_for(self, tokens: int) -> int:
         """Slots of a sequence in `cache_for`."""
         return self.dsa.config.cache.capacity or -(-max(tokens, 1) // CAPACITY_STEP) * CAPACITY_STEP
+
+    def recordings(self) -> tuple[Recorded, ...]:
+        """The CUDA graphs of plain decode steps that there are now; none on a CPU."""
+        found: tuple[Recorded, ...] = self.dsa_guard.recordings()
+        return found
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the forward in place, inside the guard. Arguments as for ``torch.compile``."""

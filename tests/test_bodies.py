@@ -42,8 +42,11 @@ def test_equal_layers_are_one_body(device, compiled):
     """What embeds, a dense layer, one of experts, what makes logits; in a prompt the first of experts makes sizes."""
     *logits, cache = prompt_and_step(dsa_compile.optimize(deep(device)), device)
     assert len(compiled) == 5 + 4
-    notes = [note for report in dsa_compile.recent_reports()[-2:] for note in report.notes]
-    assert notes == [f"{LAYERS + 2} bodies run, {kinds} of them compiled" for kinds in (5, 4)]
+    reports = dsa_compile.recent_reports()[-2:]
+    assert [report.bodies for report in reports] == [5, 4]
+    assert [report.notes[-1] for report in reports] == [
+        f"{LAYERS + 2} bodies run, {kinds} of them compiled" for kinds in (5, 4)
+    ]
     *want, whole = prompt_and_step(dsa_compile.prepare(deep(device)), device)
     torch.testing.assert_close(logits, want, atol=1e-5, rtol=0)
     for layer, other in zip(cache.layers, whole.layers):

@@ -1,6 +1,8 @@
-"""``dsa-compile bench startup``: how long a deep model takes to its first token."""
+"""``dsa-compile bench startup``: how long a model takes to its first tokens."""
 
 import json
+import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -8,45 +10,114 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers.generation.streamers import BaseStreamer
 
 from dsa_compile.api import optimize
+from dsa_compile.bench.apart import apart
+from dsa_compile.bench.model_sizes import DENSE_WIDTHS, LAYERS, TITLE, whole_model
+from dsa_compile.bench.plan_slice import check_slices
 from dsa_compile.models.miniature import miniature
+from dsa_compile.report import recent_reports
+
+PROMPT, NEW_TOKENS = 16, 3
+STEPS = ("optimize", "first prefill", "first decode step", "second decode step")
+COLD, WARM = "cold", "warm"
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
-def startup(layers: int, lowering: str, out: Path | None = None) -> dict[str, Any]:
-    """Seconds that a deep DeepSeek-V3.2 miniature takes to optimize, prefill 16 tokens and decode one.
+class Marks(BaseStreamer):
+    """When ``generate`` began and when each of its tokens came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def startup(
+    layers: int, lowering: str, *, model: str | None = None, fresh: bool = False, out: Path | None = None
+) -> dict[str, Any]:
+    """Seconds that a model takes to optimize, prefill 16 tokens and decode two.
 
     Args:
-        layers: of the miniature (61: DeepSeek-V3.2's own depth). lowering: as of `DSAConfig`.
+        layers: of a DeepSeek-V3.2 miniature (61: DeepSeek-V3.2's own depth), in bfloat16 on a GPU.
+        model: of `DENSE_WIDTHS`, in its own widths and `LAYERS` layers, instead. lowering: as of `DSAConfig`.
+        fresh: start over empty caches of Inductor and Triton in a process of its own, then in a second process.
         out: a JSON file for the figures.
+
+    Returns:
+        The figures: ``seconds`` of each step, ``bodies`` that were compiled of each graph; ``warm``, the same of the
+        second process.
+
+    Raises:
+        ConfigError: the model is unknown.
     """
+    check_slices([model] if model else [], list(DENSE_WIDTHS))
+    figures = _fresh(layers, lowering, model) if fresh else measured(layers, lowering, model)
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=1) + "\n")
+    title = f"{model}, {TITLE}" if model else f"{layers}-layer DeepSeek-V3.2 miniature"
+    Console().print(_table(f"{title}, {lowering}, {figures['device']}", figures))
+    return figures
+
+
+def measured(layers: int, lowering: str, name: str | None) -> dict[str, Any]:
+    """The figures of a start in this process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = miniature("deepseek_v32", num_hidden_layers=layers).to(device)  # type: ignore[arg-type]
-    marks = [time.perf_counter()]
+    if name is not None:
+        model = whole_model(name, device)
+    else:
+        model = miniature("deepseek_v32", num_hidden_layers=layers).to(device)  # type: ignore[arg-type]
+        model = model.to(torch.bfloat16) if device.type == "cuda" else model
+    ids, marks, before = torch.arange(3, 3 + PROMPT, device=device)[None], Marks(), {*map(id, recent_reports())}
+    start = time.perf_counter()
     optimize(model, lowering=lowering)
-    marks.append(time.perf_counter())
-    cache = model.make_cache(1, 64)
-    ids = torch.arange(3, 19, device=device)[None]
-    with torch.no_grad():
-        for part in (ids, ids[:, :1], ids[:, :1]):
-            model(part, past_key_values=cache).logits.sum().item()
-            marks.append(time.perf_counter())
-    names = ("optimize", "first prefill", "first decode step", "second decode step")
-    seconds = {name: after - before for name, before, after in zip(names, marks, marks[1:])}
-    figures = {
-        "layers": layers,
+    optimized = time.perf_counter() - start
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        streamer=marks,
+    )
+    waited = [after - before for before, after in zip(marks.times, marks.times[1:])]
+    return {
+        "layers": LAYERS if name else layers,
+        "model": name,
         "lowering": lowering,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
-        "seconds": seconds,
+        "seconds": dict(zip(STEPS, [optimized, *waited])),
+        "bodies": [report.bodies for report in recent_reports() if id(report) not in before],
     }
-    table = Table(title=f"{layers}-layer DeepSeek-V3.2 miniature, {lowering}, {figures['device']}")
+
+
+def _fresh(layers: int, lowering: str, name: str | None) -> dict[str, Any]:
+    before = {key: os.environ.get(key) for key in CACHES}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(dict.fromkeys(CACHES, folder))
+        try:
+            cold, warm = (apart(measured, layers, lowering, name) for _ in (COLD, WARM))
+        finally:
+            for key, value in before.items():
+                os.environ.pop(key) if value is None else os.environ.update({key: value})
+    return {**cold, WARM: {key: warm[key] for key in ("seconds", "bodies")}}
+
+
+def _table(title: str, figures: dict[str, Any]) -> Table:
+    starts = [figures, figures[WARM]] if WARM in figures else [figures]
+    table = Table(title=title)
     table.add_column("step")
-    table.add_column("seconds", justify="right")
-    for name, value in seconds.items():
-        table.add_row(name, f"{value:.3f}")
-    table.add_row("up to the first decode step", f"{marks[3] - marks[0]:.3f}")
-    Console().print(table)
-    if out is not None:
-        out.write_text(json.dumps(figures, indent=1) + "\n")
-    return figures
+    for head in (COLD, WARM) if len(starts) == 2 else ("seconds",):
+        table.add_column(head, justify="right")
+    for step in STEPS:
+        table.add_row(step, *(f"{start['seconds'][step]:.3f}" for start in starts))
+    table.add_row("all", *(f"{sum(start['seconds'].values()):.3f}" for start in starts))
+    table.add_row("bodies compiled", *(" + ".join(map(str, start["bodies"])) for start in starts))
+    return table

@@ -16,14 +16,18 @@ app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 def startup(
     layers: Annotated[int, typer.Option(help="Layers of the DeepSeek-V3.2 miniature.", min=1)] = 61,
     lowering: Annotated[str, typer.Option(help="inductor or eager.")] = "eager",
+    model: Annotated[
+        str | None, typer.Option(help="deepseek_v32 or glm_moe_dsa in its own widths, 4 layers of it, instead.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option(help="Over empty compiler caches, then in a second process.")] = False,
     out: Out = None,
 ) -> None:
-    """Time from optimize to the first decode step of a deep model."""
+    """Time from optimize to the first decode steps of a deep model."""
     with one_line_errors():
         check_out(out)
         from dsa_compile.bench.startup import startup as run
 
-        run(layers, lowering, out)
+        run(layers, lowering, model=model, fresh=fresh, out=out)
 
 
 @app.command()

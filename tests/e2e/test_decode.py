@@ -1,6 +1,7 @@
 """Plain decoding by steps of our own gives the tokens and the cache of transformers' loop."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dsa_compile import lending
 from dsa_compile.errors import CacheCapacityError
+from dsa_compile.explanation import Explanation
 from dsa_compile.guard import Guard
 from dsa_compile.lending import bucket
 from dsa_compile.models import prepared as prepared_models
@@ -181,6 +183,18 @@ def test_steps_are_made_once_for_pools_that_stay(steps, device):
     cache.reset()
     model.generate(prompt, **GREEDY, past_key_values=cache)
     assert made.isdisjoint(model.dsa_guard._decoders[cache][1].values())
+
+
+def test_what_is_recorded_is_said_with_its_memory(steps, device):
+    """Of two calls in one bucket, and one that samples."""
+    model = prepared(V32, device)
+    for rows, sampling in ((3, {}), (4, {}), (3, {"do_sample": True})):
+        model.generate(token_ids(rows, LENGTH, device), **GREEDY | sampling)
+    found = model.recordings()
+    assert [(r.batch_size, r.capacity, r.sampling.greedy) for r in found] == [(4, 256, True), (4, 256, False)]
+    explained = Explanation(V32, "indexer", TOPK, "FFF", 256, [], {}, tuple(replace(r, bytes=3 << 20) for r in found))
+    assert re.findall(r"4 │\s+256 │ (3\.0) │ (\w+)", str(explained)) == [("3.0", "greedy"), ("3.0", "sampled")]
+    assert "recorded" not in str(replace(explained, recordings=()))
 
 
 def test_calls_find_the_memory_and_the_steps_of_earlier_ones(steps, monkeypatch, device):
