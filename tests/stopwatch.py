@@ -33,8 +33,15 @@ class Cpu:
     def ceilings(self, fp8):
         return Ceilings(800.0, 4000.0, 1600.0 if fp8 else None)
 
+    def host_seconds(self, work):
+        work()
+        return 25e-6
+
     def release(self):
         return None
+
+    def peak_bytes(self):
+        return 5 << 30
 
 
 def bench(name, *arguments):

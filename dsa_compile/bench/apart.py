@@ -1,6 +1,7 @@
 """Measurements that leave nothing behind."""
 
 import pickle
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -32,9 +33,26 @@ def side_by_side(function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -
         return [future.result() for future in [pool.submit(_call, function, arguments) for arguments in calls]]
 
 
+def within(seconds: float, function: Callable[..., object], calls: Sequence[tuple[Any, ...]]) -> list[int | None]:
+    """Like `side_by_side`, but what runs longer is ended; exit codes, None of those."""
+    context = get_context("spawn")
+    meet = context.Barrier(len(calls)), context.Lock()
+    started = [context.Process(target=_call_in, args=(meet, function, arguments)) for arguments in calls]
+    end = time.monotonic() + seconds
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(max(0.0, end - time.monotonic()))
+    late = [process for process in started if process.is_alive()]
+    for process in late:
+        process.kill()
+        process.join()
+    return [None if process in late else process.exitcode for process in started]
+
+
 @contextmanager
 def turn() -> Iterator[None]:
-    """Within it nobody else of `side_by_side` uses the device; to be entered once."""
+    """Within it nobody else of `side_by_side` or `within` uses the device; to be entered once."""
     global _met
     if _met is None:
         yield
@@ -48,6 +66,11 @@ def turn() -> Iterator[None]:
 def _begin(barrier: Barrier, lock: Lock) -> None:
     global _met
     _met = barrier, lock
+
+
+def _call_in(meet: tuple[Barrier, Lock], function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    _begin(*meet)
+    _call(function, arguments)
 
 
 def _call(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:

@@ -1,4 +1,4 @@
-"""Whole models, cut in depth, experts and vocabulary alone."""
+"""Whole models, cut in depth, experts and vocabulary alone, and one rank's share of them."""
 
 from typing import Any
 
@@ -11,17 +11,29 @@ RANKS = 8
 LAYERS, DENSE_LAYERS, VOCABULARY = 4, 3, 32_000
 DENSE_WIDTHS = {"deepseek_v32": 18432, "glm_moe_dsa": 12288}
 """Of the MLP of a layer without experts: DeepSeek-V3.2's and GLM-5's."""
-TITLE = f"{LAYERS} layers, {DENSE_LAYERS} of them dense, {LOCAL_EXPERTS} experts, vocabulary {VOCABULARY:,}"
+RANK = "_rank"
+"""How the names of a rank's shares end: its heads, all its layers with experts."""
+MODELS = (*DENSE_WIDTHS, *(name + RANK for name in DENSE_WIDTHS))
+
+
+def title(name: str) -> str:
+    """What a model of `MODELS` is, in words."""
+    if name.endswith(RANK):
+        heads = SLICES[name.removesuffix(RANK)].sizes["num_attention_heads"]
+        return f"{LAYERS} layers of {heads} heads, {LOCAL_EXPERTS} experts each"
+    return f"{LAYERS} layers, {DENSE_LAYERS} of them dense, {LOCAL_EXPERTS} experts, vocabulary {VOCABULARY:,}"
 
 
 def whole_model(name: str, device: torch.device) -> Any:
-    """`LAYERS` layers in the widths of a model of `DENSE_WIDTHS`, with random weights in bfloat16."""
+    """`LAYERS` layers in the widths of a model of `MODELS`, with random weights in bfloat16."""
+    if name.endswith(RANK):
+        return SLICES[name.removesuffix(RANK)].model(LAYERS, True, device)
     depth = {"num_hidden_layers": LAYERS, "first_k_dense_replace": DENSE_LAYERS, "vocab_size": VOCABULARY}
     return random_model(SLICES[name].classes, _widths(name) | depth, device)
 
 
 def attention_layer(name: str, device: torch.device) -> Any:
-    """One attention layer of the same widths as a model, beside whose other parts it weighs all."""
+    """One attention layer of the same widths as a model of `DENSE_WIDTHS`, beside whose other parts it weighs all."""
     rest = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "intermediate_size": 128}
     return random_model(SLICES[name].classes, _widths(name) | rest, device)
 

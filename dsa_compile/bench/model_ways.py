@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, StaticCache, StoppingCriteriaList
 
 from dsa_compile.api import optimize
+from dsa_compile.bench.floor import floor_us, weight_bytes
 from dsa_compile.bench.kernels import by_group, kernel_times
-from dsa_compile.bench.plan_slice import fill, held
+from dsa_compile.bench.plan_slice import fill
 from dsa_compile.bench.timing import REPLAYS, WARM_UP, Gpu, Recording
 from dsa_compile.config import CacheConfig
+from dsa_compile.decode import run
+from dsa_compile.progress import Progress
+from dsa_compile.replay import Decoder, Landing
 from dsa_compile.sampling import Sampling
 
 RUNS = 3
@@ -22,6 +26,8 @@ SPARE = max(2 * (WARM_UP + REPLAYS), 2 * TIMED_TOKENS)
 """Slots that decoding may fill while it is timed."""
 Found = dict[str, Any]
 """Figures: ``us`` of a step or a prompt, and what else a way can say."""
+ERRORS = (ImportError, RuntimeError, TypeError, ValueError, AssertionError)
+"""What stock transformers, or Inductor on its code, may end with."""
 
 
 class Ours:
@@ -31,49 +37,83 @@ class Ours:
 
     def __init__(self, model: Any, gpu: Gpu, batch: int, longest: int) -> None:
         optimize(model, cache=CacheConfig(index_dtype="fp8"))
-        self._model, self._gpu, self._batch, self._longest = model, gpu, batch, longest
+        self._model, self._gpu, self._batch, self._compile_s = model, gpu, batch, 0.0
         self._cache = model.make_cache(batch, longest + SPARE)
+        self._gbytes: float | None = None
+
+    def compile(self, decodes: bool, tokens: int) -> None:
+        """What is compiled now need not be while others wait for their turn on the GPU."""
+        fill(self._cache)
+        start = time.perf_counter()
+        if decodes:
+            self._decoder()
+        else:
+            self._gpu.seconds(lambda: self._prompt(self._ids(tokens)))
+        self._compile_s = time.perf_counter() - start
 
     def decode(self, tokens: int) -> Found:
-        """A step over so many cached tokens, the last one included; ``generate_us``: what one costs `generate`."""
-        start, cache, gpu = time.perf_counter(), self._cache, self._gpu
-        fill(cache)
-        decoder = self._model.dsa_guard.decoder(cache, Sampling(greedy=True))
-        compiled = time.perf_counter() - start
-        last = torch.full((self._batch, 1), 3, device=gpu.device)
-        behind = torch.full((self._batch,), tokens - 1, device=gpu.device)
-        decoder.start(last, behind, behind, last)
+        """A step over so many cached tokens, the last one included, and what it takes at least."""
+        gpu, decoder, gbytes = self._gpu, self._decoder(), self._bandwidth()
+        self._start(decoder, tokens)
         us = gpu.time(Recording([()], decoder.launch)).median
         parts = by_group(kernel_times(decoder.launch))
-        few, many = (self._generate(tokens, n) for n in (TIMED_TOKENS // 4, TIMED_TOKENS))
-        each = (many - few) / (TIMED_TOKENS - TIMED_TOKENS // 4) * 1e6
-        return {"us": us, "generate_us": each, "parts": parts, "compile_s": compiled, "graph_bytes": decoder.bytes}
+        read = weight_bytes(self._model, self._batch)
+        floor = floor_us(read, gbytes, parts)
+        found = {"us": us, "parts": parts, "floor_us": floor, "graph_bytes": decoder.bytes}
+        return found | self._loop(decoder, tokens) | {"compile_s": self._compile_s}
 
-    def _generate(self, tokens: int, new: int) -> float:
-        """Seconds of `generate`, of whose prompt all but two tokens are in the cache."""
-        cache = self._cache
-        prompt = torch.full((self._batch, tokens), 3, device=self._gpu.device)
-        arguments: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": new}
+    def _bandwidth(self) -> float:
+        """GB/s, measured in the first turn."""
+        if self._gbytes is None:
+            self._gbytes = self._gpu.ceilings(fp8=False).gbytes
+            self._gpu.release()
+        return self._gbytes
+
+    def _decoder(self) -> Decoder:
+        made: Decoder = self._model.dsa_guard.decoder(self._cache, Sampling(greedy=True))
+        return made
+
+    def _start(self, decoder: Decoder, tokens: int) -> None:
+        last, behind = self._ids(1), torch.full((self._batch,), tokens - 1, device=self._gpu.device)
+        decoder.start(last, behind, behind, last)
+
+    def _ids(self, tokens: int) -> Tensor:
+        return torch.full((self._batch, tokens), 3, device=self._gpu.device)
+
+    def _loop(self, decoder: Decoder, tokens: int) -> Found:
+        """``generate_us`` of a token in the loop of `generate`; ``host_us``: what the host does for it."""
+        gpu = self._gpu
 
         def generate() -> None:
-            cache.lengths.valid, cache.lengths.seen, cache.lengths.bound = held(cache, tokens - 2)
-            self._model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, pad_token_id=0, **arguments
-            )
+            self._start(decoder, tokens)
+            run(decoder, self._progress())
 
-        generate()
-        return median(self._gpu.seconds(generate) for _ in range(RUNS))
+        each = median(gpu.seconds(generate) for _ in range(RUNS)) / (TIMED_TOKENS - 1)
+        self._start(decoder, tokens)
+        progress, landed, host = self._progress(), list[Landing](), list[float]()
+        for _ in range(TIMED_TOKENS - 1):
+            started = gpu.host_seconds(lambda: landed.append(decoder.advance()))
+            host.append(started + gpu.host_seconds(lambda: progress.take(landed[-1].wait())))
+        return {"generate_us": each * 1e6, "host_us": median(host) * 1e6}
+
+    def _progress(self) -> Progress:
+        """Of sequences that have the first of `TIMED_TOKENS`."""
+        config, ids = GenerationConfig(), self._ids(1)
+        config._pad_token_tensor = None
+        made = Progress(ids, StoppingCriteriaList([MaxLengthCriteria(1 + TIMED_TOKENS)]), config, None)
+        made.take(ids.tolist())
+        return made
 
     def prefill(self, tokens: int) -> Found:
         """A prompt, of which the last logits are asked for."""
-        ids = torch.full((self._batch, tokens), 3, device=self._gpu.device)
+        ids = self._ids(tokens)
+        found = timed(self._gpu, self._prompt, ids) | {"compile_s": self._compile_s}
+        return found | {"parts": by_group(kernel_times(lambda: self._prompt(ids)))}
 
-        def prompt(ids: Tensor) -> tuple[Tensor]:
-            if held := self._cache.get_seq_length():
-                self._cache.crop(-held)
-            return (self._model(ids, past_key_values=self._cache, logits_to_keep=1).logits,)
-
-        return timed(self._gpu, prompt, ids) | {"parts": by_group(kernel_times(lambda: prompt(ids)))}
+    def _prompt(self, ids: Tensor) -> tuple[Tensor]:
+        if held := self._cache.get_seq_length():
+            self._cache.crop(-held)
+        return (self._model(ids, past_key_values=self._cache, logits_to_keep=1).logits,)
 
 
 class Theirs:
@@ -83,6 +123,9 @@ class Theirs:
 
     def __init__(self, model: Any, gpu: Gpu, batch: int, longest: int) -> None:
         self._model, self._gpu, self._batch = model, gpu, batch
+
+    def compile(self, decodes: bool, tokens: int) -> None:
+        """Nothing: each number of tokens is a graph of its own, if any."""
 
     def decode(self, tokens: int) -> Found:
         step, ids = self._step(tokens)
@@ -137,8 +180,7 @@ WAYS = {way.name: way for way in (Ours, Theirs, TheirsCompiled)}
 
 
 def timed(gpu: Gpu, prompt: Callable[[Tensor], tuple[Tensor, ...]], ids: Tensor) -> Found:
-    """Time of a prompt, what it allocates beside what it returns, and how long its first run took to compile."""
-    first = gpu.seconds(lambda: prompt(ids))
+    """Time of a prompt, and what it allocates beside what it returns."""
+    prompt(ids)
     extra = gpu.extra_bytes(prompt, (ids,))
-    seconds = median(gpu.seconds(lambda: prompt(ids)) for _ in range(RUNS))
-    return {"us": seconds * 1e6, "extra_bytes": extra, "compile_s": max(0.0, first - seconds)}
+    return {"us": median(gpu.seconds(lambda: prompt(ids)) for _ in range(RUNS)) * 1e6, "extra_bytes": extra}

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dsa_compile.api import optimize
 from dsa_compile.bench.apart import apart
-from dsa_compile.bench.model_sizes import DENSE_WIDTHS, LAYERS, TITLE, whole_model
+from dsa_compile.bench.model_sizes import LAYERS, MODELS, title, whole_model
 from dsa_compile.bench.plan_slice import check_slices
 from dsa_compile.models.miniature import miniature
 from dsa_compile.report import recent_reports
@@ -45,7 +45,7 @@ def startup(
 
     Args:
         layers: of a DeepSeek-V3.2 miniature (61: DeepSeek-V3.2's own depth), in bfloat16 on a GPU.
-        model: of `DENSE_WIDTHS`, in its own widths and `LAYERS` layers, instead. lowering: as of `DSAConfig`.
+        model: of `MODELS`, in its own widths and `LAYERS` layers, instead. lowering: as of `DSAConfig`.
         fresh: start over empty caches of Inductor and Triton in a process of its own, then in a second process.
         out: a JSON file for the figures.
 
@@ -56,12 +56,12 @@ def startup(
     Raises:
         ConfigError: the model is unknown.
     """
-    check_slices([model] if model else [], list(DENSE_WIDTHS))
+    check_slices([model] if model else [], list(MODELS))
     figures = _fresh(layers, lowering, model) if fresh else measured(layers, lowering, model)
     if out is not None:
         out.write_text(json.dumps(figures, indent=1) + "\n")
-    title = f"{model}, {TITLE}" if model else f"{layers}-layer DeepSeek-V3.2 miniature"
-    Console().print(_table(f"{title}, {lowering}, {figures['device']}", figures))
+    what = f"{model}, {title(model)}" if model else f"{layers}-layer DeepSeek-V3.2 miniature"
+    Console().print(_table(f"{what}, {lowering}, {figures['device']}", figures))
     return figures
 
 
@@ -110,9 +110,9 @@ def _fresh(layers: int, lowering: str, name: str | None) -> dict[str, Any]:
     return {**cold, WARM: {key: warm[key] for key in ("seconds", "bodies")}}
 
 
-def _table(title: str, figures: dict[str, Any]) -> Table:
+def _table(heading: str, figures: dict[str, Any]) -> Table:
     starts = [figures, figures[WARM]] if WARM in figures else [figures]
-    table = Table(title=title)
+    table = Table(title=heading)
     table.add_column("step")
     for head in (COLD, WARM) if len(starts) == 2 else ("seconds",):
         table.add_column(head, justify="right")

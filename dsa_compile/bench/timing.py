@@ -121,6 +121,15 @@ class Gpu:
         torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
 
+    def host_seconds(self, work: Callable[[], object]) -> float:
+        """Wall-clock seconds until ``work`` returns, on an idle device, whatever it leaves running there."""
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        work()
+        spent = time.perf_counter() - start
+        torch.cuda.synchronize(self.device)
+        return spent
+
     def extra_bytes(self, launch: Launch, inputs: tuple[Any, ...]) -> int:
         """Most that an eager launch allocates at once, beside its outputs."""
         before = torch.cuda.memory_allocated(self.device)
@@ -157,5 +166,10 @@ class Gpu:
         return Ceilings(2 * MATMUL**3 / product.median / 1e6, 2 * MOVED / moved.median / 1e3, fp8_tflops)
 
     def release(self) -> None:
-        """Give the memory of dropped recordings and inputs back."""
+        """Give the memory of dropped recordings and inputs back, and forget how much that was."""
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_bytes(self) -> int:
+        """Most that was reserved at once since `release` or `extra_bytes`, recordings included."""
+        return torch.cuda.max_memory_reserved(self.device)

@@ -111,15 +111,24 @@ def bench_mtp(
 
 @app.command("model")
 def bench_model(
-    model: Annotated[list[str] | None, typer.Option(help="deepseek_v32 or glm_moe_dsa; repeat for several.")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="deepseek_v32, glm_moe_dsa or, of one rank's heads, either with _rank; repeat for several."),
+    ] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Sequences of decoding; repeat for several.", min=1)] = None,
     context: Annotated[list[int] | None, typer.Option(help="Tokens of a sequence; repeat for several.", min=3)] = None,
     prompt: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; repeat for several.", min=1)] = None,
+    way: Annotated[list[str] | None, typer.Option(help="dsa_compile, 'transformers, eager' or ..., compiled.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="After so many it ends; again with the same --out it goes on.", min=0)
+    ] = None,
+    at_once: Annotated[int, typer.Option(help="Jobs of ours that compile side by side.", min=1)] = 1,
     out: Out = None,
 ) -> None:
     """Time decoding and prompts of a whole model with few layers on a GPU, beside stock transformers."""
-    given = {"models": model, "batches": batch, "contexts": context, "prompts": prompt}
-    _bench("model", out, **{name: value for name, value in given.items() if value})
+    given: dict[str, Any] = {"models": model, "batches": batch, "contexts": context, "prompts": prompt, "ways": way}
+    given = {name: value for name, value in given.items() if value}
+    _bench("model", out, at_once=at_once, **given, **({} if seconds is None else {"seconds": seconds}))
 
 
 @app.command("page")
