@@ -1,6 +1,7 @@
 """The console script, as a person at a shell meets it."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 import dsa_compile
 from dsa_compile import evaluation
+from dsa_compile.bench import startup
 from dsa_compile.cli import app
 
 PROMPT = "The code of zujezo is 7629.\nRecall: the code of zujezo is"
@@ -98,6 +100,7 @@ def test_explain_needs_no_weights(checkpoint, tmp_path):
             "layer0: expected one of 'serial', 'dense'",
         ),
         (("bench", "startup", "--layers", "1", "--out", "{empty}"), "--out: expected a file"),
+        (("bench", "startup", "--model", "deepseek_v23"), "did you mean 'deepseek_v32'?"),
         (("eval", "{checkpoint}", "--plan", "mli", "--texts", "no/such"), "no/such: cannot be read as text"),
         (("eval", "{checkpoint}", "--plan", "mli", "--texts", "{empty}", "--out", "{empty}"), "--out: expected a file"),
         (("eval", "{checkpoint}", "--texts", "{empty}", "--kind", "double"), "kinds: expected some of single"),
@@ -119,6 +122,33 @@ def test_bench_startup_prints_and_writes_its_figures(tmp_path):
     assert (figures["layers"], figures["lowering"]) == (2, "eager")
     assert all(f"{seconds:.3f}" in result.stdout for seconds in figures["seconds"].values())
     assert figures["seconds"]["second decode step"] < figures["seconds"]["first decode step"]
+    assert figures["bodies"] == [1, 1]
+    assert "1 + 1" in result.stdout
+
+
+def test_a_fresh_start_is_timed_again_over_what_it_compiled(monkeypatch, tmp_path):
+    """Both over one folder, which was empty and is gone afterwards."""
+    folders = []
+
+    def apart(function, layers, lowering, model):
+        (folder,) = {os.environ[key] for key in startup.CACHES}
+        folders.append((folder, os.listdir(folder)))
+        (Path(folder) / "kernel").touch()
+        seconds = dict.fromkeys(startup.STEPS, 10.0 / len(folders))
+        return {"device": "a GPU", "seconds": seconds, "bodies": [5, 4]}
+
+    monkeypatch.setattr(startup, "apart", apart)
+    monkeypatch.setenv(startup.CACHES[0], "mine")
+    monkeypatch.delenv(startup.CACHES[1], raising=False)
+    result = run("bench", "startup", "--fresh", "--model", "deepseek_v32", "--out", tmp_path / "startup.json")
+    assert result.exit_code == 0, result.output
+    (first, empty), (second, filled) = folders
+    assert first == second
+    assert (empty, filled) == ([], ["kernel"])
+    assert not Path(first).exists()
+    assert [os.environ.get(key) for key in startup.CACHES] == ["mine", None]
+    assert re.search(r"all\W+40\.000\W+20\.000", result.stdout)
+    assert json.loads((tmp_path / "startup.json").read_text())["warm"]["bodies"] == [5, 4]
 
 
 @pytest.fixture
