@@ -171,9 +171,15 @@ class Guard:
         if not self.model.dsa.drafts:
             if not self.replays:
                 return plain(*args, **kwargs)
-            output = decode(self.model, self.decoder, plain, *args, **kwargs)
             cache = kwargs.get("past_key_values")
-            if isinstance(output, Tensor) and isinstance(cache, DSACache):  # it hands the cache to nobody
+            try:
+                output = decode(self.model, self.decoder, plain, *args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise  # its memory is wanted
+            except BaseException:
+                self._lender.give_back(cache)  # a traceback, which may be kept, holds it as well
+                raise
+            if isinstance(output, Tensor):  # it hands the cache to nobody
                 self._lender.give_back(cache)
             return output
         pace = None

@@ -51,9 +51,10 @@ class Lender:
         """All rows of a lent cache; any other cache as it is."""
         return self._lent.get(cache, cache)
 
-    def give_back(self, cache: DSACache) -> None:
-        """What was lent may be lent again."""
-        if (whole := self._lent.pop(cache, None)) is not None:
+    def give_back(self, cache: DSACache | None) -> None:
+        """What was lent may be lent again; nothing else comes back."""
+        whole = None if cache is None else self._lent.pop(cache, None)
+        if whole is not None:
             self._idle[whole.batch_size] = whole
 
     def clear(self) -> None:

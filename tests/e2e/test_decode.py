@@ -170,6 +170,26 @@ def test_a_call_that_breaks_off_leaves_the_cache_as_the_prompt_did(steps, monkey
     assert torch.equal(model.generate(prompt, **GREEDY), want)
 
 
+@pytest.mark.parametrize(("error", "caches"), [(KeyboardInterrupt, 1), (torch.OutOfMemoryError, 2)])
+def test_the_memory_of_a_call_that_breaks_off_serves_the_next(steps, monkeypatch, device, error, caches):
+    """Though whoever looks at the traceback holds it; not where memory was short."""
+    model, prompt, made, launch = prepared(V32, device), token_ids(1, LENGTH, device), [], Decoder.launch
+    monkeypatch.setattr(model, "cache_for", lambda *sizes: made.append(sizes) or type(model).cache_for(model, *sizes))
+    want = model.generate(prompt, **GREEDY)
+
+    def breaking(decoder):
+        launch(decoder)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "launch", breaking)
+        with pytest.raises(error) as held:
+            model.generate(prompt, **GREEDY)
+    assert held.traceback
+    assert torch.equal(model.generate(prompt, **GREEDY), want)
+    assert len(made) == caches
+
+
 def test_steps_are_made_once_for_pools_that_stay(steps, device):
     model, prompt = prepared(V32, device), token_ids(2, LENGTH, device)
     cache = model.make_cache(2, 64)
