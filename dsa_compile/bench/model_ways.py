@@ -78,7 +78,7 @@ class Ours:
         decoder.start(last, behind, behind, last)
 
     def _ids(self, tokens: int) -> Tensor:
-        return torch.full((self._batch, tokens), 3, device=self._gpu.device)
+        return random_ids(self._model, self._batch, tokens)
 
     def _loop(self, decoder: Decoder, tokens: int) -> Found:
         """``generate_us`` of a token in the loop of `generate`; ``host_us``: what the host does for it."""
@@ -134,7 +134,7 @@ class Theirs:
 
     def _step(self, tokens: int) -> tuple[Callable[[Tensor], tuple[Tensor]], Tensor]:
         """A step over a full static cache, which counts its tokens anew each time."""
-        ids = torch.full((self._batch, 1), 3, device=self._gpu.device)
+        ids = random_ids(self._model, self._batch, 1)
         place = torch.full_like(ids, tokens - 1)
         cache: Any = StaticCache(config=self._model.config, max_cache_len=tokens)
         self._model(ids, past_key_values=cache, position_ids=torch.zeros_like(ids))  # allocates
@@ -151,7 +151,7 @@ class Theirs:
         return step, ids
 
     def prefill(self, tokens: int) -> Found:
-        ids = torch.full((self._batch, tokens), 3, device=self._gpu.device)
+        ids = random_ids(self._model, self._batch, tokens)
 
         def prompt(ids: Tensor) -> tuple[Tensor, ...]:
             cache: Any = DynamicCache(config=self._model.config)
@@ -177,6 +177,12 @@ class TheirsCompiled(Theirs):
 
 
 WAYS = {way.name: way for way in (Ours, Theirs, TheirsCompiled)}
+
+
+def random_ids(model: Any, batch: int, tokens: int) -> Tensor:
+    """int64[B, T], the same each time; equal tokens would go to the same experts."""
+    generator = torch.Generator(model.device).manual_seed(0)
+    return torch.randint(model.config.vocab_size, (batch, tokens), device=model.device, generator=generator)
 
 
 def timed(gpu: Gpu, prompt: Callable[[Tensor], tuple[Tensor, ...]], ids: Tensor) -> Found:
