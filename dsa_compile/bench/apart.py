@@ -33,16 +33,18 @@ def side_by_side(function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -
         return [future.result() for future in [pool.submit(_call, function, arguments) for arguments in calls]]
 
 
-def within(seconds: float, function: Callable[..., object], calls: Sequence[tuple[Any, ...]]) -> list[int | None]:
-    """Like `side_by_side`, but what runs longer is ended; exit codes, None of those."""
+def within(
+    seconds: float | None, function: Callable[..., object], calls: Sequence[tuple[Any, ...]]
+) -> list[int | None]:
+    """Like `side_by_side`, but what runs longer, if ``seconds`` are given, is ended; exit codes, None of those."""
     context = get_context("spawn")
     meet = context.Barrier(len(calls)), context.Lock()
     started = [context.Process(target=_call_in, args=(meet, function, arguments)) for arguments in calls]
-    end = time.monotonic() + seconds
+    begun = time.monotonic()
     for process in started:
         process.start()
     for process in started:
-        process.join(max(0.0, end - time.monotonic()))
+        process.join(None if seconds is None else max(0.0, begun + seconds - time.monotonic()))
     late = [process for process in started if process.is_alive()]
     for process in late:
         process.kill()

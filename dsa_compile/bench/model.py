@@ -50,7 +50,7 @@ def model(
     contexts: Sequence[int] = CONTEXTS,
     prompts: Sequence[int] = PROMPTS,
     ways: Sequence[str] = tuple(WAYS),
-    seconds: float = float("inf"),
+    seconds: float | None = None,
     at_once: int = 1,
     out: Path | None = None,
 ) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def model(
     Args:
         models: of `MODELS`. batches, contexts: of decoding; a rank's share decodes in batches of `RANK_BATCH`.
         prompts: tokens of a prompt, of one sequence.
-        seconds: after which what still runs is ended; what is left is for a later call with the same ``out``.
+        seconds: after which what still runs is ended, if ever; what is left is for a later call with the same ``out``.
         at_once: jobs of ours that compile side by side; each is timed alone.
         out: a JSON file for the figures, written after each row; rows that it holds are not measured again.
             `dsa_compile.bench.page` makes a page of it.
@@ -73,16 +73,17 @@ def model(
     check_slices(models, list(MODELS))
     if unknown := [way for way in ways if way not in WAYS]:
         raise ConfigError(f"bench model: unknown way {unknown[0]!r}; {nearest(unknown[0], list(WAYS), 'ways')}")
-    end, gpu, progress, wrong = time.monotonic() + seconds, timing.Gpu(), Console(stderr=True), list[str]()
+    begun, gpu, progress, wrong = time.monotonic(), timing.Gpu(), Console(stderr=True), list[str]()
     with _file(out) as path:
         rows = Rows(path, header(gpu), KEY)
         for group in groups(jobs(models, ways, batches, tuple(sorted(contexts)), tuple(sorted(prompts))), at_once):
-            left = [job for job in (missing(job, rows) for job in group) if job.tokens]
-            if not left or time.monotonic() > end:
+            jobs_left = [job for job in (missing(job, rows) for job in group) if job.tokens]
+            left = None if seconds is None else begun + seconds - time.monotonic()
+            if not jobs_left or (left is not None and left <= 0):
                 continue
-            progress.print("\n".join(map(str, left)), style="dim")
-            codes = within(end - time.monotonic(), measured, [(job, path) for job in left])
-            wrong += [str(job) for job, code in zip(left, codes) if code]
+            progress.print("\n".join(map(str, jobs_left)), style="dim")
+            codes = within(left, measured, [(job, path) for job in jobs_left])
+            wrong += [str(job) for job, code in zip(jobs_left, codes) if code]
         found = rows.all()
     console = Console(width=None if sys.stdout.isatty() else 160)
     for name in models:
@@ -113,16 +114,17 @@ def jobs(
     contexts: tuple[int, ...],
     prompts: tuple[int, ...],
 ) -> list[Job]:
-    """All there is to measure, ours first; prompts run eagerly in both ways of transformers, and so in one of them."""
+    """All there is to measure, ours and decoding first; prompts run eagerly in both ways of transformers: in one."""
     found = []
     for way in sorted(ways, key=list(WAYS).index):
         for name in models:
-            if name.endswith(RANK):
-                found += [Job(name, way, DECODE, RANK_BATCH, contexts)] if way == Ours.name else []
-                continue
-            found += [Job(name, way, DECODE, batch, contexts) for batch in batches]
-            if way != TheirsCompiled.name:
-                found += [Job(name, way, what, 1, prompts) for what in (PREFILL, LAYER)]
+            if not name.endswith(RANK):
+                found += [Job(name, way, DECODE, batch, contexts) for batch in batches]
+            elif way == Ours.name:
+                found.append(Job(name, way, DECODE, RANK_BATCH, contexts))
+        if way != TheirsCompiled.name:
+            whole = [name for name in models if not name.endswith(RANK)]
+            found += [Job(name, way, what, 1, prompts) for name in whole for what in (PREFILL, LAYER)]
     return found
 
 

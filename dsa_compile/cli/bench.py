@@ -128,7 +128,7 @@ def bench_model(
     """Time decoding and prompts of a whole model with few layers on a GPU, beside stock transformers."""
     given: dict[str, Any] = {"models": model, "batches": batch, "contexts": context, "prompts": prompt, "ways": way}
     given = {name: value for name, value in given.items() if value}
-    _bench("model", out, at_once=at_once, **given, **({} if seconds is None else {"seconds": seconds}))
+    _bench("model", out, at_once=at_once, seconds=seconds, **given)
 
 
 @app.command("page")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import TOPK, optimized, token_ids
-from mtp import prepared
+from mtp import LAYERS, prepared
 
 from dsa_compile.errors import CacheCapacityError
 from dsa_compile.replay import Decoder
@@ -19,7 +19,7 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_
 @pytest.fixture(scope="module")
 def model(device):
     """In float32, so that tokens do not depend on who computes them."""
-    made = optimized(V32, device, lowering="inductor")
+    made = optimized(V32, device, lowering="inductor", layers=LAYERS)
     made.set_experts_implementation("batched_mm")
     return made
 

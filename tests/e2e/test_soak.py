@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import TOPK, optimized, token_ids, with_positions
-from mtp import prepared
+from mtp import LAYERS, prepared
 
 from dsa_compile.guard import Guard
 from dsa_compile.replay import Decoder
@@ -101,9 +101,9 @@ def test_calls_one_after_another_are_like_single_ones(monkeypatch, device):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="watches the memory of a GPU")
 def test_memory_and_graphs_stay(graphs, device):
     """For DSA_SOAK_SECONDS."""
-    model = optimized(V32, device, lowering="inductor")
+    model = optimized(V32, device, lowering="inductor", layers=LAYERS)
     model.set_experts_implementation("batched_mm")
-    soak = Soak(model, prepared(V32, device), device, rows=8, tokens=256)
+    soak = Soak(model, prepared(V32, device), device, rows=4, tokens=256)
     soak.warm_up()
     soak.run(SECONDS / 10)
     warm, recorded = len(graphs), model.recordings()
