@@ -99,13 +99,17 @@ def bodies(graph: Graph) -> list[Body]:
     """All that a graph runs, cut where a layer begins or ends."""
     ran = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
     runs = [tuple(nodes) for _, nodes in groupby(ran, key=_carried(layer_of))]
+    sizes = [n for n in graph.find_nodes(op="placeholder") if isinstance(value_of(n), torch.SymInt)]
     found = []
     for nodes in runs:
         inside = set(nodes)
         read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
-        inputs = tuple(n for n in read if not _is_number(value_of(n)))
+        inputs = [n for n in read if not _is_number(value_of(n))]
+        # of one row of a prompt the strides alone may hold the prompt's length, which Inductor asks for
+        unknown = compat.unbound_symbols(map(value_of, inputs))
+        inputs += [n for n in sizes if value_of(n).node.expr in unknown]
         read_on = (n for n in nodes if any(user not in inside for user in n.users))
-        found.append(Body(nodes, inputs, tuple(n for n in read_on if not _is_number(value_of(n)))))
+        found.append(Body(nodes, tuple(inputs), tuple(n for n in read_on if not _is_number(value_of(n)))))
     return found
 
 

@@ -67,6 +67,15 @@ def constant_of(value: Any) -> float | None:
         return None
 
 
+def unbound_symbols(values: Iterable[Any]) -> set[Any]:
+    """Symbols in sizes, strides and offsets of tensors that are no size, or number among ``values``, themselves."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    values = list(values)
+    sizes = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else [value])]
+    return set(free_symbols(values)) - {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
+
+
 def module_stack(node: Node) -> list[tuple[str, str]]:
     """Modules that a node was traced in, outermost first: (path without the root, class name)."""
     stack = node.meta.get("nn_module_stack") or {}

@@ -53,6 +53,20 @@ def test_equal_layers_are_one_body(device, compiled):
         torch.testing.assert_close(layer.pools(), other.pools(), atol=1e-5, rtol=0)
 
 
+def test_bodies_are_given_every_size_that_they_name(device, monkeypatch):
+    """Of a prompt's last row the strides alone hold the prompt's length."""
+    given = []
+    monkeypatch.setattr(compat, "compile_fx", lambda gm, inputs, patches: given.append(inputs) or gm.forward)
+    model = dsa_compile.optimize(deep(device))
+    with torch.no_grad():
+        model(token_ids(1, PROMPT, device), past_key_values=model.make_cache(1, 32), logits_to_keep=1)
+    strides = [
+        str(x.stride()) for inputs in given for x in inputs if isinstance(x, torch.Tensor) and x.shape[1:2] == (1,)
+    ]
+    assert any("s" in stride for stride in strides)
+    assert not any(compat.unbound_symbols(inputs) for inputs in given)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:plan=")
 def test_a_plan_makes_few_kinds_of_layers(device, compiled):
