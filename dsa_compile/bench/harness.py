@@ -81,6 +81,7 @@ def run(bench: Bench[C], names: Sequence[str] | None, out: Path | None) -> dict[
     with torch.no_grad():
         ceilings = gpu.ceilings(fp8=any(case.fp8_products for case in cases))
         figures: dict[str, Any] = {
+            "title": bench.title,
             "device": gpu.name,
             "torch": torch.__version__,
             "triton": _version("triton"),

@@ -18,11 +18,11 @@ from dsa_compile.bench.timing import Gpu, Recording
 MIB = 1 << 20
 
 CASES = (
-    IndexCase("decode-b1-128k", 1, 1, 128 << 10, targets=(Target(36, "us"),)),
-    IndexCase("decode-b8-32k", 8, 1, 32 << 10, targets=(Target(42, "us"),)),
-    IndexCase("decode-b64-32k", 64, 1, 32 << 10, targets=(Target(150, "us"),)),
+    IndexCase("decode-b1-128k", 1, 1, 128 << 10, targets=(Target(26, "us"),)),
+    IndexCase("decode-b8-32k", 8, 1, 32 << 10, targets=(Target(32, "us"),)),
+    IndexCase("decode-b64-32k", 64, 1, 32 << 10, targets=(Target(115, "us"),)),
     IndexCase(
-        "prefill-128k", 1, 4096, 128 << 10, targets=(Target(15000, "us"), Target(1.1 * BUDGET / MIB, "MiB extra"))
+        "prefill-128k", 1, 4096, 128 << 10, targets=(Target(11800, "us"), Target(1.1 * BUDGET / MIB, "MiB extra"))
     ),
     IndexCase("chunk-1m", 1, 2048, 1 << 20),
 )

@@ -67,13 +67,13 @@ def _case(queries: int, keys: int, us: float | None = None, *, narrow: bool = Fa
 
 
 CASES = (
-    _case(1, 131072, 22),
+    _case(1, 131072, 16),
     _case(1, 1048576),
-    _case(64, 131072, 60),
+    _case(64, 131072, 45),
     _case(4096, 8192),
-    _case(4096, 32768, 500),
-    _case(4096, 131072, 1700),
-    _case(4096, 131072, 2500, narrow=True),
+    _case(4096, 32768, 380),
+    _case(4096, 131072, 1200),
+    _case(4096, 131072, 1800, narrow=True),
 )
 
 

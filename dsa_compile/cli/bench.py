@@ -144,6 +144,19 @@ def bench_page(
         page(figures, out)
 
 
+@app.command("book")
+def bench_book(
+    figures: Annotated[list[Path], typer.Argument(help="What benchmarks of kernels wrote by --out.")],
+    page: Annotated[Path, typer.Option(help="The Markdown page whose tables are filled.")],
+) -> None:
+    """Put figures of kernels into the tables of a lab book; nothing is run."""
+    with one_line_errors():
+        check_out(page)
+        from dsa_compile.bench.book import book
+
+        typer.echo(f"{book(figures, page)} cells of {page}")
+
+
 def _check_one_way(checkpoint: Path | None, slice: list[str] | None, foreign: dict[str, Any]) -> None:
     """Of ``bench mtp``: either generation or steps, and no option of the other."""
     from dsa_compile.errors import ConfigError
