@@ -22,8 +22,9 @@ from dsa_compile.errors import CacheCapacityError
 from dsa_compile.models.mtp_step import Graphs, Place
 from dsa_compile.pace import Pace
 from dsa_compile.progress import Progress, is_length_or_eos
+from dsa_compile.replay_drafts import DraftDecoder
 from dsa_compile.sampling import Sampling
-from dsa_compile.steps import BetweenGraphs, InGraph, Stepped
+from dsa_compile.steps import Arriving, BetweenGraphs, InGraph, OneByOne, Stepper
 
 NEED_EVERY_STEP = (
     PrefixConstrainedLogitsProcessor,
@@ -76,6 +77,7 @@ class GenerateMTPOutput(GenerateDecoderOnlyOutput):
 def sample(
     model: Any,
     graphs: Callable[[int], Graphs],
+    drafter: Callable[[DSACache, Sampling], DraftDecoder] | None,
     pace: Pace | None,
     say_once: Callable[[str], None],
     plain: Callable[..., Any],
@@ -91,6 +93,7 @@ def sample(
 
     Args:
         model: a prepared model with an MTP layer. graphs: by the width of a step, compiled or not.
+        drafter: makes steps that replay over a cache, or finds those that it made; None: none can.
         pace: what says how many tokens to draft, step by step; None: as many as the model is prepared for.
         say_once: where a warning goes.
         input_ids, ...: as ``transformers.GenerationMixin.generate`` prepares them.
@@ -108,73 +111,73 @@ def sample(
     cache, first = first_tokens(model, input_ids, logits_processor, generation_config, model_kwargs)
     progress.take(first.tolist())
     sampling = sampling_of(model, logits_processor, generation_config)
-    advance: InGraph | BetweenGraphs
-    if sampling is not None:
-        advance = InGraph(model, graphs, cache, sampling, progress)
-    else:
-        names = ", ".join(type(p).__name__ for p in logits_processor)
-        say_once(f"generate drafts in two graphs a step, which is slower: for {names} between them.")
-        advance = BetweenGraphs(
-            model, graphs, cache, logits_processor, progress, greedy=not generation_config.do_sample
-        )
+    valid, state = cache.lengths.valid, cache.lengths.state
+    place = Place(valid, _alive(progress, valid.device), model_kwargs["position_ids"][:, -1] + 1 - valid)
+
+    def begin(drafts: int) -> Stepper:
+        assert state is not None
+        # kept selections need the host to say whose they are; what a row has behind it counts for its penalty
+        if drafter and sampling and not sampling.penalises and not any(d.kept_topk for d in cache.dims):
+            made = drafter(cache, sampling)
+            made.start(first, state, place, progress.limit, drafts)
+            return made
+        step: InGraph | BetweenGraphs
+        if sampling is not None:
+            step = InGraph(model, graphs, cache, sampling, progress)
+        else:
+            names = ", ".join(type(p).__name__ for p in logits_processor)
+            say_once(f"generate drafts in two graphs a step, which is slower: for {names} between them.")
+            greedy = not generation_config.do_sample
+            step = BetweenGraphs(model, graphs, cache, logits_processor, progress, greedy)
+        fresh, states = first.repeat(1, drafts + 1), state[:, None].repeat(1, drafts + 1, 1)
+        tokens = graphs(drafts + 1).draft(model, cache, fresh, states, torch.ones_like(valid), place)
+        return OneByOne(step, tokens, place)
+
     with model._optimize_model_for_decode():
-        statistics = _decode(model, graphs, advance, pace, cache, first, progress, model_kwargs["position_ids"][:, -1])
+        statistics = _decode(begin, model.dsa.drafts, pace, cache, progress)
     made = partial(GenerateMTPOutput, past_key_values=cache, mtp=statistics)
     return ended(progress, generation_config, made)
 
 
 def _decode(
-    model: Any,
-    graphs: Callable[[int], Graphs],
-    advance: Callable[[Tensor, Place], Stepped],
-    pace: Pace | None,
-    cache: DSACache,
-    first: Tensor,
-    progress: Progress,
-    last_position: Tensor,
+    begin: Callable[[int], Stepper], most: int, pace: Pace | None, cache: DSACache, progress: Progress
 ) -> MTPStatistics:
     """Steps until every sequence is finished.
 
-    The cache counts their tokens at the end: an interrupted call leaves it as the prompt did.
+    The cache counts their tokens at the end: an interrupted call leaves it as the prompt did. Where the device is a
+    step ahead, what it appended to a sequence that turns out to be finished lies behind the sequence's length.
+
+    Args:
+        begin: makes steps, of which the first has so many drafts. most: drafts of a step.
     """
     start = begun = time.perf_counter()
-    device, drafts = first.device, pace.drafts() if pace else model.dsa.drafts
     state: Any = cache.lengths.state  # of the last token in the cache
-    valid = cache.lengths.valid
-    place = Place(valid, _alive(progress, device), last_position + 1 - valid)
-    verified, steps_of, accepted_at = 0, [0] * (model.dsa.drafts + 1), [0] * model.dsa.drafts
+    verified, steps_of, accepted_at = 0, [0] * (most + 1), [0] * most
     try:
-        if not all(progress.finished):
-            fresh, states = first.repeat(1, drafts + 1), state[:, None].repeat(1, drafts + 1, 1)
-            tokens = graphs(drafts + 1).draft(model, cache, fresh, states, torch.ones_like(valid), place)
-        while not all(progress.finished):
-            # a copy, as under CUDA graphs a step's output lies where the next one writes
-            block, accepted, tokens, states = advance(_resized(tokens, drafts + 1), place)
-            place = place._replace(valid=place.valid + accepted + 1)
+        drafts = pace.drafts() if pace else most
+        stepper = None if all(progress.finished) else begin(drafts)
+        ahead: Arriving | None = None
+        while stepper is not None and not all(progress.finished):
+            arriving = ahead or stepper.advance(drafts)
+            ahead = stepper.advance(drafts) if stepper.looks_ahead and progress.outlasts_a_step() else None
             running = [row for row, finished in enumerate(progress.finished) if not finished]
-            counts, *columns = torch.cat([accepted[None], block.T]).tolist()  # the one wait for the device
-            taken = progress.take([list(row[: count + 1]) for count, row in zip(counts, zip(*columns))])
+            counts, blocks = zip(*((count, block) for count, *block in arriving.wait()))
+            taken = progress.take([block[: count + 1] for count, block in zip(counts, blocks)])
             verified += len(running)
-            steps_of[drafts] += 1
+            steps_of[arriving.drafts] += 1
             accepted_at = [n + sum(counts[row] > at for row in running) for at, n in enumerate(accepted_at)]
             if pace is not None:
-                pace.note(drafts, (now := time.perf_counter()) - begun, [counts[row] for row in running])
+                pace.note(arriving.drafts, (now := time.perf_counter()) - begun, [counts[row] for row in running])
                 begun, drafts = now, pace.drafts()
             if ended := [row for row in running if progress.finished[row]]:
                 state = state.clone()
-                state[ended] = states[ended, [taken[row] - 1 for row in ended]]
-                place = place._replace(alive=_alive(progress, device))
+                state[ended] = arriving.states[ended, [taken[row] - 1 for row in ended]]
+                stepper.finish(progress.finished)
     finally:
         cache.lengths.slots = None
     cache.lengths.next_state = state
     new = count_new(cache, progress)
     return MTPStatistics(tuple(steps_of), new, verified, tuple(accepted_at), time.perf_counter() - start)
-
-
-def _resized(tokens: Tensor, width: int) -> Tensor:
-    """A copy of tokens [B, W] for a step of another width; a draft that was not made is token 0, as good as any."""
-    missing = width - tokens.shape[1]
-    return torch.nn.functional.pad(tokens, (0, missing)) if missing > 0 else tokens[:, :width].clone()
 
 
 def _alive(progress: Progress, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ tokens only when the call went through.
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +27,7 @@ from dsa_compile.models.plain_step import plain_step
 from dsa_compile.models.prepared import Recorded
 from dsa_compile.pace import Pace
 from dsa_compile.replay import Decoder, addresses
+from dsa_compile.replay_drafts import DraftDecoder
 from dsa_compile.sampling import Sampling
 
 PARAMETERS = (
@@ -58,9 +60,8 @@ class Guard:
         self._graphs: dict[int, Graphs] = {}
         self._lender = Lender()
         self._plain_steps: dict[int, Callable[..., Any]] = {}  # by batch size
-        self._decoders: WeakKeyDictionary[DSACache, tuple[tuple[int, ...], dict[Sampling, Decoder]]] = (
-            WeakKeyDictionary()
-        )
+        self._captured: dict[tuple[int, int], Graphs] = {}  # by batch size and width
+        self._decoders: WeakKeyDictionary[DSACache, tuple[tuple[int, ...], dict[Any, Any]]] = WeakKeyDictionary()
         self._said: set[str] = set()
         self._paces: dict[int, Pace] = {}  # by batch size
 
@@ -71,6 +72,7 @@ class Guard:
         self._run = self._compiled(_forward)
         self._graphs.clear()
         self._plain_steps.clear()
+        self._captured.clear()
         self._decoders.clear()
         self._lender.clear()
 
@@ -138,54 +140,85 @@ class Guard:
         Raises:
             CacheCapacityError: the device has no memory for it; nothing was allocated.
         """
-        if self.replays and not self.model.dsa.drafts:
+        if self.replays:
             return self._lender.lend(self.model, batch_size, tokens)
         check_memory(self.model, batch_size, tokens)
         cache: DSACache = self.model.cache_for(batch_size, tokens)
         return cache
 
     def decoder(self, cache: DSACache, sampling: Sampling) -> Decoder:
-        """Plain steps over a cache, recorded where they replay, and once for as long as all stays where it lies."""
+        """Plain steps over a cache."""
+
+        def made(cache: DSACache) -> Decoder:
+            B = cache.batch_size
+            if B not in self._plain_steps:  # each batch size apart, so that it is static
+                self._plain_steps[B] = self._compiled(plain_step, f"plain_step_{B}", captured=True)
+            return Decoder(self.model, self._plain_steps[B], cache, sampling, recorded=self.replays)
+
+        found: Decoder = self._found(cache, Decoder, sampling, made)
+        return found
+
+    def drafter(self, cache: DSACache, sampling: Sampling) -> DraftDecoder:
+        """Steps with drafts over a cache."""
+
+        def made(cache: DSACache) -> DraftDecoder:
+            graphs = partial(self._captured_graphs, cache.batch_size)
+            return DraftDecoder(self.model, graphs, cache, sampling, recorded=self.replays)
+
+        found: DraftDecoder = self._found(cache, DraftDecoder, sampling, made)
+        return found
+
+    def _captured_graphs(self, batch_size: int, width: int) -> Graphs:
+        """What `drafter` runs, each batch size and width apart."""
+        key = batch_size, width
+        if key not in self._captured:
+            named = (f"{f.__name__}_{batch_size}_{width}" for f in UNCOMPILED)
+            self._captured[key] = Graphs(*(self._compiled(f, n, captured=True) for f, n in zip(UNCOMPILED, named)))
+        return self._captured[key]
+
+    def _found(self, cache: DSACache, kind: type, sampling: Sampling, make: Callable[[DSACache], Any]) -> Any:
+        """What ``make`` makes of a cache, once for as long as all stays where it lies."""
         cache = self._lender.whole(cache)
         where = addresses(self.model, cache)
         if cache not in self._decoders or self._decoders[cache][0] != where:
             self._decoders[cache] = (where, {})
         made = self._decoders[cache][1]
-        if sampling not in made:
-            B = cache.batch_size
-            if B not in self._plain_steps:  # each batch size apart, so that it is static
-                self._plain_steps[B] = self._compiled(plain_step, f"plain_step_{B}", captured=True)
-            made[sampling] = Decoder(self.model, self._plain_steps[B], cache, sampling, recorded=self.replays)
-        return made[sampling]
+        if (kind, sampling) not in made:
+            made[kind, sampling] = make(cache)
+        return made[kind, sampling]
 
     def recordings(self) -> tuple[Recorded, ...]:
-        """What `decoder` made and still keeps, in a CUDA graph each."""
+        """What `decoder` and `drafter` made and still keep, in CUDA graphs."""
         return tuple(
             Recorded(cache.batch_size, cache.capacity, sampling, made.bytes)
-            for cache, (_, by_sampling) in self._decoders.items()
-            for sampling, made in by_sampling.items()
+            for cache, (_, by_kind) in self._decoders.items()
+            for (_, sampling), made in by_kind.items()
         )
 
     def sample(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``generate`` calls for greedy search and sampling; ``plain`` is transformers' own loop."""
-        if not self.model.dsa.drafts:
-            if not self.replays:
-                return plain(*args, **kwargs)
-            cache = kwargs.get("past_key_values")
-            try:
-                output = decode(self.model, self.decoder, plain, *args, **kwargs)
-            except torch.OutOfMemoryError:
-                raise  # its memory is wanted
-            except BaseException:
-                self._lender.give_back(cache)  # a traceback, which may be kept, holds it as well
-                raise
-            if isinstance(output, Tensor):  # it hands the cache to nobody
-                self._lender.give_back(cache)
-            return output
-        pace = None
-        if self.model.dsa.config.mtp.drafts == "auto":
-            pace = self._paces.setdefault(args[0].shape[0], Pace(self.model.dsa.drafts))
-        return sample(self.model, self.graphs, pace, self._say_once, plain, *args, **kwargs)
+        cache = kwargs.get("past_key_values")
+        try:
+            output = self._sampled(plain, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise  # its memory is wanted
+        except BaseException:
+            self._lender.give_back(cache)  # a traceback, which may be kept, holds it as well
+            raise
+        if isinstance(output, Tensor):  # it hands the cache to nobody
+            self._lender.give_back(cache)
+        return output
+
+    def _sampled(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.model.dsa.drafts:
+            pace = None
+            if self.model.dsa.config.mtp.drafts == "auto":
+                pace = self._paces.setdefault(args[0].shape[0], Pace(self.model.dsa.drafts))
+            drafter = self.drafter if self.replays else None
+            return sample(self.model, self.graphs, drafter, pace, self._say_once, plain, *args, **kwargs)
+        if self.replays:
+            return decode(self.model, self.decoder, plain, *args, **kwargs)
+        return plain(*args, **kwargs)
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:

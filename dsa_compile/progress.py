@@ -50,6 +50,10 @@ class Progress:
             return True
         return len(self._others) > 0 and bool(self._others(self.prefix(row), None))
 
+    def outlasts_a_step(self) -> bool:
+        """Whether a sequence may go on behind a step that gives a token to each."""
+        return any(not end and len(tokens) + 1 < self.limit for tokens, end in zip(self.tokens, self.finished))
+
     def prefix(self, row: int, drafts: list[int] | None = None) -> Tensor:
         """int64[1, T]: the prompt and all tokens of a sequence, with its padding, and ``drafts`` behind them."""
         return torch.cat([self.input_ids[row], self.input_ids.new_tensor(self.tokens[row] + (drafts or []))])[None]

@@ -13,7 +13,7 @@ from dsa_compile.sampling import Sampling
 
 
 class Landing:
-    """Where the tokens of a step arrive on the host while the device goes on. ``like``: int64[B, 1], a step's."""
+    """Where the tokens of a step arrive on the host while the device goes on. ``like``: int64[B, n], a step's."""
 
     def __init__(self, like: Tensor) -> None:
         self._there = torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
@@ -47,7 +47,7 @@ class Decoder:
         recorded: capture it in a CUDA graph, for which ``step`` must be compiled for the model's GPU.
 
     Attributes:
-        bytes: of the device that the recording took.
+        bytes: of the device that the recording took. As it is made no sequence is alive, so that nothing is written.
     """
 
     def __init__(
@@ -74,19 +74,9 @@ class Decoder:
             if self._seen is not None:
                 self._seen.scatter_(1, self._tokens, True)
 
-        self._advance = self._record(advance) if recorded else advance
-
-    def _record(self, advance: Callable[[], None]) -> Callable[[], None]:
-        advance()  # compiles, which a capture cannot; no sequence is alive, so nothing is written
-        torch.cuda.synchronize(self._tokens.device)
-        torch.cuda.empty_cache()  # as a capture does first: what it frees is not what it takes
-        free = torch.cuda.mem_get_info(self._tokens.device)[0]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            advance()
-        self.bytes = max(0, free - torch.cuda.mem_get_info(self._tokens.device)[0])
-        replay: Callable[[], None] = graph.replay
-        return replay
+        self._advance = advance
+        if recorded:
+            self._advance, self.bytes = record(advance, device)
 
     def start(self, tokens: Tensor, valid: Tensor, positions: Tensor, history: Tensor) -> None:
         """Set where sequences are.
@@ -124,6 +114,18 @@ class Decoder:
         landing, self._landings = self._landings[0], self._landings[::-1]
         landing.send(self._tokens, self._rows)
         return landing
+
+
+def record(advance: Callable[[], None], device: torch.device) -> tuple[Callable[[], None], int]:
+    """A replay of what ``advance`` does, and the bytes that the recording takes. It runs once before."""
+    advance()  # compiles, which a capture cannot
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # as a capture does first: what it frees is not what it takes
+    free = torch.cuda.mem_get_info(device)[0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        advance()
+    return graph.replay, max(0, free - torch.cuda.mem_get_info(device)[0])
 
 
 def addresses(model: Any, cache: DSACache) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
-"""The two ways of a step: logits processed inside its one graph, or by transformers between two graphs."""
+"""Steps with drafts: logits are processed inside a step's one graph, or by transformers between two graphs."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,59 @@ from dsa_compile.sampling import Sampling
 
 Stepped = tuple[Tensor, Tensor, Tensor, Tensor]
 """What a step gives: see `dsa_compile.models.mtp_step.step`."""
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """What a step with so many drafts gives.
+
+    ``wait``: for each sequence how many drafts it accepted, and the block, once they are on the host.
+    ``states``: [B, W, hidden], of the tokens that went in.
+    """
+
+    drafts: int
+    wait: Callable[[], list[list[int]]]
+    states: Tensor
+
+
+class Stepper(Protocol):
+    """Steps one after another."""
+
+    looks_ahead: bool
+    """Whether a step may be started before what the one before gave is seen."""
+
+    def advance(self, drafts: int) -> Arriving:
+        """Start a step."""
+
+    def finish(self, finished: list[bool]) -> None:
+        """Leave these sequences as they are from the next step on."""
+
+
+class OneByOne:
+    """Steps that the host sees before it starts another. ``step``: `InGraph` or `BetweenGraphs`.
+
+    ``tokens``, ``place``: of the first, as in `dsa_compile.models.mtp_step.step`.
+    """
+
+    looks_ahead = False
+
+    def __init__(self, step: Callable[[Tensor, Place], Stepped], tokens: Tensor, place: Place) -> None:
+        self._step, self._tokens, self._place = step, tokens, place
+
+    def advance(self, drafts: int) -> Arriving:
+        # a copy, as under CUDA graphs a step's output lies where the next one writes
+        block, accepted, self._tokens, states = self._step(_resized(self._tokens, drafts + 1), self._place)
+        self._place = self._place._replace(valid=self._place.valid + accepted + 1)
+        return Arriving(drafts, torch.cat([accepted[:, None], block], 1).tolist, states)
+
+    def finish(self, finished: list[bool]) -> None:
+        self._place = self._place._replace(alive=~torch.tensor(finished, device=self._place.alive.device))
+
+
+def _resized(tokens: Tensor, width: int) -> Tensor:
+    """A copy of tokens [B, W] for a step of another width; a draft that was not made is token 0, as good as any."""
+    missing = width - tokens.shape[1]
+    return torch.nn.functional.pad(tokens, (0, missing)) if missing > 0 else tokens[:, :width].clone()
 
 
 class InGraph:

@@ -58,6 +58,31 @@ def step(
     return *settle(model, cache, target, tokens, states, place, uniforms, sampling.greedy), states
 
 
+def ongoing(
+    model: Any,
+    cache: DSACache,
+    tokens: Tensor,
+    place: Place,
+    last: Tensor,
+    sampling: Sampling,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`step`, and what the one behind it starts from, so that steps can follow each other without the host.
+
+    Args:
+        last: int64[B]; a sequence with so many tokens in the cache needs no step.
+        model, ...: as in `step`, which has no repetition penalty.
+
+    Returns:
+        int64[B, 1 + W]: how many drafts were accepted, and the block. int64[B, W]: the next step's tokens. int64[B]:
+        its ``place.valid``. [B, W, hidden]: states of ``tokens``.
+    """
+    alive = place.alive & (place.valid < last)
+    block, accepted, following, states = step(model, cache, tokens, place._replace(alive=alive), sampling, uniforms)
+    valid = place.valid + torch.where(alive, accepted + 1, 0)
+    return torch.cat([accepted[:, None], block], 1), following, valid, states
+
+
 def verify(model: Any, cache: DSACache, tokens: Tensor, place: Place) -> tuple[Tensor, Tensor]:
     """Logits [B, W, vocab] and states [B, W, hidden] of ``tokens``, which are appended to the cache; see `step`."""
     columns = torch.arange(tokens.shape[1], device=tokens.device)
@@ -148,8 +173,9 @@ class Graphs(NamedTuple):
 
     draft: Callable[..., Any]
     step: Callable[..., Any]
+    ongoing: Callable[..., Any]
     verify: Callable[..., Any]
     settle: Callable[..., Any]
 
 
-UNCOMPILED = Graphs(draft, step, verify, settle)
+UNCOMPILED = Graphs(draft, step, ongoing, verify, settle)

@@ -13,12 +13,24 @@ from transformers.generation.streamers import BaseStreamer
 
 import dsa_compile.models.mtp_step as mtp_step
 from dsa_compile.errors import CacheCapacityError
+from dsa_compile.guard import Guard
 from dsa_compile.pace import Pace
+from dsa_compile.replay_drafts import DraftDecoder
 
 LENGTH = TOPK + 3
 NEW = 12
 ENDLESS = {"do_sample": False, "eos_token_id": None}
 V32 = "deepseek_v32"
+
+
+@pytest.fixture(autouse=True, params=["seen by the host", "ahead of the host"])
+def steps(request, monkeypatch):
+    """Every test runs with steps that wait for the host, and with those that a GPU records, uncompiled."""
+    if request.param == "ahead of the host":
+        init = DraftDecoder.__init__
+        monkeypatch.setattr(DraftDecoder, "__init__", lambda *args, recorded: init(*args, recorded=False))
+        monkeypatch.setattr(Guard, "replays", property(lambda guard: bool(guard.model.dsa.drafts)))
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +51,8 @@ def lucky(monkeypatch, device):
         def draft(model, cache, fresh, states, count, place):
             tokens = real(model, cache, fresh, states, count, place)
             behind = place.valid[:, None] + torch.arange(1, tokens.shape[1], device=device)
-            right = truth.gather(1, behind.clamp(max=truth.shape[1] - 1))
+            every = torch.nn.functional.pad(truth, (0, 0, 0, len(tokens) - len(truth)))  # a cache may have more rows
+            right = every.gather(1, behind.clamp(max=truth.shape[1] - 1))
             hit = torch.rand(right.shape, generator=generator).to(device) < rate
             return torch.cat([tokens[:, :1], torch.where(hit, right, tokens[:, 1:])], 1)
 
@@ -220,6 +233,7 @@ def test_sampled_tokens_follow_the_distribution_of_plain_sampling(monkeypatch, d
     real = mtp_step.draft
     graphs = mtp_step.UNCOMPILED._replace(draft=draft)
     monkeypatch.setattr(model.dsa_guard, "graphs", lambda width: graphs)
+    monkeypatch.setattr(model.dsa_guard, "_captured_graphs", lambda batch_size, width: graphs)
     output = model.generate(prompt.repeat(rows, 1), **told, return_dict_in_generate=True)
     found = (output.sequences[:, None] == triples).all(-1).sum(0)
     assert found.sum() == rows

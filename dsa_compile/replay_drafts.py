@@ -1,0 +1,109 @@
+"""Steps with drafts that feed themselves: on a GPU each is one replay of a CUDA graph."""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from dsa_compile.cache import DSACache
+from dsa_compile.models.mtp_step import Graphs, Place
+from dsa_compile.replay import Landing, record
+from dsa_compile.sampling import Sampling
+from dsa_compile.steps import Arriving
+
+
+class DraftDecoder:
+    """Steps that verify drafts and draft again, of any number of drafts, each number in a recording of its own.
+
+    As in `dsa_compile.replay.Decoder` all lies in place, and a recording is good for as long as `addresses` stay. A
+    sequence that has all its tokens ends on the device, before the host knows.
+
+    Args:
+        graphs: by the width of a step, compiled or not. cache: of which ``start`` may use the first sequences.
+        recorded: capture steps in CUDA graphs, for which ``graphs`` must be compiled for the model's GPU.
+
+    Attributes:
+        bytes: of the device that the recordings took.
+    """
+
+    looks_ahead = True
+
+    def __init__(
+        self, model: Any, graphs: Callable[[int], Graphs], cache: DSACache, sampling: Sampling, *, recorded: bool
+    ) -> None:
+        B, W, device = cache.batch_size, model.dsa.drafts + 1, cache.device
+        self._model, self._graphs, self._sampling = model, graphs, sampling
+        self._cache = ref(cache)  # whose end is that of the recordings
+        self._tokens = torch.zeros(B, W, dtype=torch.int64, device=device)
+        self._place = Place(
+            valid=torch.zeros(B, dtype=torch.int64, device=device),
+            alive=torch.zeros(B, dtype=torch.bool, device=device),
+            offset=torch.zeros(B, dtype=torch.int64, device=device),
+        )
+        self._last = torch.zeros(B, dtype=torch.int64, device=device)
+        self._uniforms = torch.zeros(B, W, device=device)
+        self._landed = torch.zeros(B, 1 + W, dtype=torch.int64, device=device)
+        self._states = torch.zeros(B, W, model.config.hidden_size, dtype=model.dtype, device=device)
+        self._landings = [(Landing(self._landed), torch.zeros_like(self._states)) for _ in range(2)]
+        self._steps: dict[int, Callable[[], None]] = {}
+        self._rows, self._recorded, self.bytes = B, recorded, 0
+
+    def start(self, first: Tensor, state: Tensor, place: Place, new: int, drafts: int) -> None:
+        """Set where sequences are, and draft what follows their first tokens.
+
+        Args:
+            first: int64[B, 1], the last tokens, which no cache holds yet; the cache may have more rows.
+            state: [B, hidden], of the tokens before. place: of sequences, ``first`` not counted.
+            new: tokens that a sequence gets at most, ``first`` counted.
+        """
+        B, width = first.shape[0], drafts + 1
+        self._rows = B
+        self._place.alive.zero_()
+        for own, given in zip(self._place, place):
+            own[:B] = given
+        self._last[:B] = place.valid + new - 1
+        self._tokens[:B] = first
+        self._states[:B] = state[:, None]
+        fresh, states = self._tokens[:, :width], self._states[:, :width]
+        count = torch.ones_like(self._last)
+        fresh.copy_(self._graphs(width).draft(self._model, self._cache(), fresh, states, count, self._place))
+
+    def advance(self, drafts: int) -> Arriving:
+        """Start a step; what it gives is there until the step behind the next one is started."""
+        width = drafts + 1
+        if width not in self._steps:
+            self._steps[width] = self._made(width)
+        if not self._sampling.greedy:
+            self._uniforms.uniform_()
+        self._steps[width]()
+        (landing, states), self._landings = self._landings[0], self._landings[::-1]
+        landing.send(self._landed, self._rows)
+        states.copy_(self._states)
+        return Arriving(drafts, landing.wait, states)
+
+    def finish(self, finished: list[bool]) -> None:
+        """Leave these sequences as they are from the next step on, without a wait for the device."""
+        alive = torch.tensor([not row for row in finished], pin_memory=self._tokens.is_cuda)
+        self._place.alive[: self._rows].copy_(alive, non_blocking=True)
+
+    def _made(self, width: int) -> Callable[[], None]:
+        step, cache = self._graphs(width).ongoing, self._cache()
+        tokens, uniforms = self._tokens[:, :width], self._uniforms[:, :width]
+        own = self._landed[:, : 1 + width], tokens, self._place.valid, self._states[:, :width]
+
+        def advance() -> None:
+            given = step(self._model, cache, tokens, self._place, self._last, self._sampling, uniforms)
+            for ours, tensor in zip(own, given):
+                ours.copy_(tensor)
+
+        if not self._recorded:
+            return advance
+        before = [(ours, ours.clone()) for ours in (*own, self._place.alive)]
+        self._place.alive.zero_()  # the step that compiles is none of the sequences'
+        replay, taken = record(advance, self._tokens.device)
+        for ours, tensor in before:
+            ours.copy_(tensor)
+        self.bytes += taken
+        return replay
