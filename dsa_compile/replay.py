@@ -25,7 +25,7 @@ class Landing:
         self._rows = rows
         self._there.copy_(tokens, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(tokens.device))
 
     def wait(self) -> list[list[int]]:
         """What was sent last, once it is there."""

@@ -18,7 +18,7 @@ def plain_step(
     Args:
         model: a prepared model. cache: written behind ``place.valid``; its lengths stay.
         tokens: int64[B, 1], the last ones, which no cache holds yet.
-        sampling, uniforms: how tokens are chosen, without a repetition penalty; float32[B, 1] of ``[0, 1)``.
+        sampling, uniforms: how tokens are chosen, with ``seen`` for a repetition penalty; float32[B, 1] of ``[0, 1)``.
 
     Returns:
         int64[B, 1].

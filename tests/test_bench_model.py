@@ -92,6 +92,13 @@ def test_a_second_run_fills_what_the_first_left(tiny, monkeypatch, tmp_path):
     assert len(rows_of(out)) == len(first) + 4
 
 
+def test_tables_are_measured_apart(tiny, tmp_path):
+    run("--out", tmp_path / "figures.json", "--way", OURS, "--kind", "prefill")
+    assert [(row["what"], row["tokens"]) for row in rows_of(tmp_path / "figures.json")] == [("prefill", 24)]
+    run("--out", tmp_path / "figures.json", "--way", OURS, "--kind", "decode", "--model", "deepseek_v32_rank")
+    assert [row["what"] for row in rows_of(tmp_path / "figures.json")] == ["prefill", "decode", "decode"]
+
+
 def test_nothing_starts_when_the_time_is_over(tiny, tmp_path):
     run("--out", tmp_path / "figures.json", "--seconds", 0)
     assert rows_of(tmp_path / "figures.json") == []
@@ -233,7 +240,11 @@ def test_a_page_of_something_else_is_refused(tmp_path):
     assert "expected a file that 'dsa-compile bench model --out' wrote" in " ".join(result.output.split())
 
 
-def test_an_unknown_model_is_named(tiny):
-    result = bench("model", *ASKED, "--model", "deepseek_v23")
+@pytest.mark.parametrize(
+    ("option", "given", "meant"),
+    [("model", "deepseek_v23", V32), ("way", "dsa_compil", OURS), ("kind", "decod", "decode")],
+)
+def test_what_is_unknown_is_named(tiny, option, given, meant):
+    result = bench("model", *ASKED, f"--{option}", given)
     assert result.exit_code == 2
-    assert "did you mean 'deepseek_v32'?" in " ".join(result.output.split())
+    assert f"did you mean '{meant}'?" in " ".join(result.output.split())

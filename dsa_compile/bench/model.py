@@ -26,7 +26,7 @@ from dsa_compile.errors import ConfigError
 CONTEXTS = (8 << 10, 32 << 10, 128 << 10)
 PROMPTS = tuple(1024 << n for n in range(2, 8))
 RANK_BATCH = 8
-DECODE, PREFILL, LAYER = "decode", "prefill", "attention layer"
+DECODE, PREFILL, LAYER = KINDS = "decode", "prefill", "attention layer"
 KEY = ("model", "way", "what", "batch", "tokens")
 
 
@@ -50,6 +50,7 @@ def model(
     contexts: Sequence[int] = CONTEXTS,
     prompts: Sequence[int] = PROMPTS,
     ways: Sequence[str] = tuple(WAYS),
+    kinds: Sequence[str] = KINDS,
     seconds: float | None = None,
     at_once: int = 1,
     out: Path | None = None,
@@ -58,7 +59,7 @@ def model(
 
     Args:
         models: of `MODELS`. batches, contexts: of decoding; a rank's share decodes in batches of `RANK_BATCH`.
-        prompts: tokens of a prompt, of one sequence.
+        prompts: tokens of a prompt, of one sequence. ways, kinds: the columns of `WAYS` and the tables of `KINDS`.
         seconds: after which what still runs is ended, if ever; what is left is for a later call with the same ``out``.
         at_once: jobs of ours that compile side by side; each is timed alone.
         out: a JSON file for the figures, written after each row; rows that it holds are not measured again.
@@ -68,15 +69,17 @@ def model(
         The figures; ``"wrong"`` names the jobs that failed. Nothing here is checked that is not checked elsewhere.
 
     Raises:
-        ConfigError: a model or way is unknown, there is no GPU, or ``out`` holds figures of another.
+        ConfigError: a model, way or kind is unknown, there is no GPU, or ``out`` holds figures of another.
     """
     check_slices(models, list(MODELS))
-    if unknown := [way for way in ways if way not in WAYS]:
-        raise ConfigError(f"bench model: unknown way {unknown[0]!r}; {nearest(unknown[0], list(WAYS), 'ways')}")
+    for given, known, what in ((ways, list(WAYS), "way"), (kinds, list(KINDS), "kind")):
+        if unknown := [name for name in given if name not in known]:
+            raise ConfigError(f"bench model: unknown {what} {unknown[0]!r}; {nearest(unknown[0], known, f'{what}s')}")
     begun, gpu, progress, wrong = time.monotonic(), timing.Gpu(), Console(stderr=True), list[str]()
     with _file(out) as path:
         rows = Rows(path, header(gpu), KEY)
-        for group in groups(jobs(models, ways, batches, tuple(sorted(contexts)), tuple(sorted(prompts))), at_once):
+        asked = jobs(models, ways, batches, tuple(sorted(contexts)), tuple(sorted(prompts)))
+        for group in groups([job for job in asked if job.what in kinds], at_once):
             jobs_left = [job for job in (missing(job, rows) for job in group) if job.tokens]
             left = None if seconds is None else begun + seconds - time.monotonic()
             if not jobs_left or (left is not None and left <= 0):
@@ -87,7 +90,7 @@ def model(
         found = rows.all()
     console = Console(width=None if sys.stdout.isatty() else 160)
     for name in models:
-        for what in (DECODE, PREFILL, LAYER):
+        for what in KINDS:
             for lines in tables([row for row in found if (row["model"], row["what"]) == (name, what)]):
                 console.print(printed(f"{name}, {title(name)}: {what}, {gpu.name}", lines))
     return {**header(gpu), "rows": found, "wrong": wrong}

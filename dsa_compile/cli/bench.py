@@ -119,6 +119,7 @@ def bench_model(
     context: Annotated[list[int] | None, typer.Option(help="Tokens of a sequence; repeat for several.", min=3)] = None,
     prompt: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; repeat for several.", min=1)] = None,
     way: Annotated[list[str] | None, typer.Option(help="dsa_compile, 'transformers, eager' or ..., compiled.")] = None,
+    kind: Annotated[list[str] | None, typer.Option(help="decode, prefill or 'attention layer'; repeat.")] = None,
     seconds: Annotated[
         float | None, typer.Option(help="After so many it ends; again with the same --out it goes on.", min=0)
     ] = None,
@@ -126,7 +127,8 @@ def bench_model(
     out: Out = None,
 ) -> None:
     """Time decoding and prompts of a whole model with few layers on a GPU, beside stock transformers."""
-    given: dict[str, Any] = {"models": model, "batches": batch, "contexts": context, "prompts": prompt, "ways": way}
+    given: dict[str, Any] = {"models": model, "batches": batch, "contexts": context, "prompts": prompt}
+    given |= {"ways": way, "kinds": kind}
     given = {name: value for name, value in given.items() if value}
     _bench("model", out, at_once=at_once, seconds=seconds, **given)
 
