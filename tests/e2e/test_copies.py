@@ -30,7 +30,7 @@ def test_pickle_and_deepcopy_stay_optimized(case, device):
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(logits(twin, ids), want)
         assert twin.dsa_guard.model is twin
-        assert "sparsify" in {e.pass_name for e in dsa_compile.recent_reports()[-1].entries if e.matched}
+        assert "choose_form" in {e.pass_name for e in dsa_compile.recent_reports()[-1].entries if e.matched}
 
 
 @pytest.mark.parametrize("case", FAMILIES)

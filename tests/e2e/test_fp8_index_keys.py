@@ -7,6 +7,7 @@ from cases import ATOL, TOPK, left_padded, optimized, token_ids
 from dsa_compile.errors import CacheError
 from dsa_compile.lowering.fp8_keys import decode, quantise
 from dsa_compile.lowering.select.projections import hadamard, project
+from dsa_compile.passes.absorption import whole_pool
 from dsa_compile.passes.base import arguments, is_op
 
 SETTINGS = {
@@ -59,7 +60,7 @@ def check_reads(gm):
         if is_op(node, "cache_write") and arguments(node)["index_key"] is not None:
             written.add((node.args[1], node.args[7]))
         if is_op(node, "select"):
-            pools = tuple(arguments(node)[name] for name in ("index_keys", "index_scales"))
+            pools = tuple(whole_pool(arguments(node)[name]) for name in ("index_keys", "index_scales"))
             assert pools in written
             assert all(pool.op == "placeholder" for pool in pools)
             found += 1
