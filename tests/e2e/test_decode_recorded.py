@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import TOPK, optimized, token_ids
-from mtp import LAYERS, prepared
+from mtp import LAYERS, drafting, prepared
 
 from dsa_compile.errors import CacheCapacityError
 from dsa_compile.replay import Decoder
@@ -114,6 +114,24 @@ def test_a_context_beyond_the_cache_and_a_batch_beyond_the_gpu_are_refused(model
     with pytest.raises(CacheCapacityError, match="nothing was allocated"):
         model.generate(token_ids(1 << 14, LENGTH, device), **GREEDY | {"max_new_tokens": 1 << 16})
     assert torch.equal(model.generate(prompt, **GREEDY), plain.generate(prompt, **GREEDY))
+
+
+@pytest.mark.parametrize("drafts", [1, 3, "auto"])
+def test_steps_with_drafts_replay_and_give_plain_tokens(plain, device, drafts):
+    """Whatever ends inside a block; a later call records nothing."""
+    model = drafting(V32, device, drafts=drafts, lowering="inductor")
+    model.set_experts_implementation("batched_mm")
+    kept = []
+    for rows in (1, 3, 1, 3):
+        prompt, arguments = token_ids(rows, LENGTH, device), dict(GREEDY)
+        arguments["eos_token_id"] = int(plain.generate(prompt, **arguments)[0, LENGTH + 9])
+        output = model.generate(prompt, **arguments, return_dict_in_generate=len(kept) > 2)
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        assert torch.equal(sequences, plain.generate(prompt, **arguments))
+        kept.append(model.recordings())
+    assert [recorded.batch_size for recorded in kept[1]] == [1, 4]
+    assert all(recorded.bytes > 0 for recorded in kept[1])
+    assert drafts == "auto" or kept[3] == kept[1]
 
 
 def test_a_recording_says_what_memory_it_took(model, device):
