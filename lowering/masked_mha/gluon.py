@@ -1,17 +1,16 @@
 """Masked attention by `gluon_kernel`: which calls it serves, and its launch."""
 
-import warnings
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from dsa_compile.dims import LayerDims
 from dsa_compile.lowering.device import Device
+from dsa_compile.lowering.gluon import available
 from dsa_compile.lowering.masked_mha.configs import Config
 
 CONFIG = Config(rows=128, keys=128, warps=12, stages=2)
 CAPABILITY = (9, 0)
+KERNEL = "dsa_compile.lowering.masked_mha.gluon_kernel"
 
 
 def refusal(dims: LayerDims, dtype: torch.dtype, scale: float, device: Device) -> str | None:
@@ -25,21 +24,7 @@ def refusal(dims: LayerDims, dtype: torch.dtype, scale: float, device: Device) -
         return f"it takes heads of 128 + 64 and 128 values, came {sizes[0]} + {sizes[1]} and {sizes[2]}"
     if not scale > 0:
         return f"it takes the largest score before it scales by a number above 0, came {scale}"
-    return None if available() else "the installed triton lacks what it is written in"
-
-
-@cache
-def available() -> bool:
-    """Whether the installed triton has what the kernel is written in; warns once where it has not."""
-    try:
-        from dsa_compile.lowering.masked_mha import gluon_kernel  # noqa: F401
-    except (ImportError, AttributeError) as error:
-        warnings.warn(
-            f"dsa::prefill_mla runs as its portable Triton kernel, not as the faster one for Hopper: {error}.",
-            stacklevel=2,
-        )
-        return False
-    return True
+    return None if available("prefill_mla", KERNEL) else "the installed triton lacks what it is written in"
 
 
 def attend(

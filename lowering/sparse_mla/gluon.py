@@ -1,17 +1,16 @@
 """``dsa::sparse_mla`` by `gluon_kernel`: which calls it serves, and its launch."""
 
-import warnings
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from dsa_compile.lowering.device import Device
+from dsa_compile.lowering.gluon import available
 from dsa_compile.lowering.sparse_mla import configs
 from dsa_compile.lowering.sparse_mla.configs import Call, Config
 
 CONFIG = Config(heads=64, keys=64, warps=16, stages=2)
 CAPABILITY = (9, 0)
+KERNEL = "dsa_compile.lowering.sparse_mla.gluon_kernel"
 ALIGNED = 16
 """Bytes at a time that latent rows are copied in, and elements that strides are multiples of."""
 MIXER_REGISTERS = 160
@@ -40,26 +39,12 @@ def refusal(call: Call, device: Device, paged: bool, scale: float) -> str | None
         return f"it takes the largest score before it scales by a number above 0, came {scale}"
     if call.heads % CONFIG.heads and splits(call, device) > MOST_SPLITS_OF_PADDING:
         return f"its tiles are of {CONFIG.heads} heads, too much padding for {call.heads} where {call.rows} rows wait"
-    return None if available() else "the installed triton lacks what it is written in"
+    return None if available("sparse_mla", KERNEL) else "the installed triton lacks what it is written in"
 
 
 def splits(call: Call, device: Device) -> int:
     """Shares of a row that run side by side, so that few rows fill the device too."""
     return configs.splits(call, CONFIG, device)
-
-
-@cache
-def available() -> bool:
-    """Whether the installed triton has what the kernel is written in; warns once where it has not."""
-    try:
-        from dsa_compile.lowering.sparse_mla import gluon_kernel  # noqa: F401
-    except (ImportError, AttributeError) as error:
-        warnings.warn(
-            f"dsa::sparse_mla runs as its portable Triton kernel, not as the faster one for Hopper: {error}.",
-            stacklevel=2,
-        )
-        return False
-    return True
 
 
 def aligned(*tensors: Tensor) -> bool:
