@@ -90,6 +90,18 @@ def test_sequences_that_end_early_keep_what_they_have(steps, monkeypatch, device
     )
 
 
+def test_nothing_is_written_to_a_finished_sequence_but_by_the_step_ahead(steps, device):
+    model, inputs = prepared(V32, device), batch(device)
+    free = model.generate(**inputs, **GREEDY)[0, LENGTH:].tolist()
+    eos = next(token for token in free if token != free[0])
+    told = GREEDY | {"eos_token_id": eos, "pad_token_id": 0, "return_dict_in_generate": True}
+    cache = model.generate(**inputs, **told, past_key_values=model.make_cache(3, 64)).past_key_values
+    new = cache.lengths.valid - inputs["attention_mask"].sum(1)
+    assert 0 < new[0] < new.max() - 2
+    for layer in cache.layers:
+        assert not any(pool[0, cache.lengths.valid[0] + 1 :].any() for pool in layer.pools().values())
+
+
 def test_a_second_turn_continues_the_first(steps, monkeypatch, device):
     model = prepared(V32, device)
     inputs = batch(device)
