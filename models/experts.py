@@ -19,15 +19,15 @@ MOST_COPIED = 256 << 20
 def routed_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What the experts make of hidden_states [T, hidden], weighted and summed: [T, hidden].
 
-    For one token a kernel reads the weights of its experts where they lie; Inductor copies them for each token, so that
-    more tokens are sorted by expert. On a GPU the host counts those, but for bfloat16, and no CUDA graph can wait for
-    it: there few tokens are worth copies.
+    For few tokens a kernel reads the weights of each one's experts where they lie; more tokens are sorted by expert, as
+    most weights would be read more than once. On a GPU the host counts those, but for bfloat16, and no CUDA graph can
+    wait for it: there few tokens are worth copies, which Inductor makes for each token.
 
     Args:
         top_k_index, top_k_weights: [T, experts of a token].
     """
-    if hidden_states.shape[0] == 1 and _plain(experts, hidden_states):
-        return _one_token(experts, hidden_states, top_k_index[0], top_k_weights[0])
+    if _plain(experts, hidden_states) and _few(top_k_index, experts):
+        return _few_tokens(experts, hidden_states, top_k_index, top_k_weights)
     waits = hidden_states.is_cuda and hidden_states.dtype != torch.bfloat16
     apart = hidden_states.shape[0] == 1 or (waits and top_k_index.numel() * _expert_bytes(experts) <= MOST_COPIED)
     form = batched_mm_experts_forward if apart else grouped_mm_experts_forward
@@ -35,15 +35,22 @@ def routed_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top
     return result
 
 
-def _one_token(experts: Any, hidden_states: Tensor, picks: Tensor, weights: Tensor) -> Tensor:
-    """[1, hidden]. ``picks``, ``weights``: [experts of a token]."""
-    gated = experts._apply_gate(torch.ops.dsa.expert_products.default(hidden_states, experts.gate_up_proj, picks))
-    products = torch.ops.dsa.expert_products.default(gated, experts.down_proj, picks)
-    return (products * weights[:, None]).sum(0, keepdim=True).to(hidden_states.dtype)
+def _few_tokens(experts: Any, hidden_states: Tensor, picks: Tensor, weights: Tensor) -> Tensor:
+    """[T, hidden]. ``picks``, ``weights``: [T, experts of a token]."""
+    tokens, each = picks.shape
+    rows = hidden_states if tokens == 1 else hidden_states.repeat_interleave(each, 0)
+    gated = experts._apply_gate(torch.ops.dsa.expert_products.default(rows, experts.gate_up_proj, picks.flatten()))
+    products = torch.ops.dsa.expert_products.default(gated, experts.down_proj, picks.flatten())
+    return (products.view(tokens, each, -1) * weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+def _few(picks: Tensor, experts: Any) -> bool:
+    """One token, or so few that by chance hardly two of them pick the same expert."""
+    return picks.shape[0] == 1 or 2 * picks.numel() <= experts.gate_up_proj.shape[0]
 
 
 def _plain(experts: Any, hidden_states: Tensor) -> bool:
-    """Whether `_one_token` serves: experts with gates and without biases, in their own dtype, on a GPU."""
+    """Whether `_few_tokens` serves: experts with gates and without biases, in their own dtype, on a GPU."""
     usual = experts.has_gate and not experts.has_bias and not experts.is_transposed
     return usual and on_gpu(hidden_states) and experts.gate_up_proj.dtype == hidden_states.dtype
 

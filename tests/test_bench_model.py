@@ -195,6 +195,8 @@ def test_a_rank_has_an_eighth_of_the_heads_and_no_dense_layer(monkeypatch):
         ("triton_tem_fused_sparse_mla_4", "attention"),
         ("score", "indexer"),
         ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "projections"),
+        ("row_kernel", "projections"),
+        ("expert_kernel", "experts"),
         ("void cutlass::device_kernel<GemmUniversal<cutlass::gemm::GroupProblemShape", "experts"),
         ("triton_red_fused_add_mul_3", REST),
         ("void at::native::vectorized_gather_kernel<16, long>", REST),

@@ -9,8 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 GROUPS = {
     "attention": r"sparse_mla|^attend|^merge|_bits_kernel|^blocks_kernel|fmha|flash",
     "indexer": r"^score|^topk_kernel|^gather_kernel|^choose_kernel|^quantise|^pack_kernel",
-    "experts": r"GroupProblemShape|grouped_mm",
-    "projections": r"nvjet|gemm|gemv|splitK|cutlass|triton_tem\w*_(b|add)?mm",
+    "experts": r"GroupProblemShape|grouped_mm|^expert_kernel",
+    "projections": r"^row_kernel|nvjet|gemm|gemv|splitK|cutlass|triton_tem\w*_(b|add)?mm",
 }
 """Patterns of kernel names, the first that is found counts. Products of a shared expert are among projections."""
 REST = "the rest"
