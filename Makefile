@@ -17,8 +17,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# two processes, of one thread each: with more they wait for each other
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

@@ -11,6 +11,7 @@ from dsa_compile.lowering.prefill_mla import launch, reference
 from dsa_compile.models.miniature import miniature
 
 TOPK, LENGTH = 16, 40
+FP8 = {"dtype": "fp8", "index_dtype": "fp8"}
 
 
 def made(device, **fields):
@@ -52,8 +53,16 @@ def forms(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("prefill", ["auto", "masked"])
-@pytest.mark.parametrize("cache", [{}, {"dtype": "fp8", "index_dtype": "fp8"}], ids=["values", "fp8"])
+@pytest.mark.parametrize(
+    ("prefill", "cache"),
+    [
+        ("auto", FP8),
+        ("masked", {}),
+        pytest.param("auto", {}, marks=pytest.mark.slow),
+        pytest.param("masked", FP8, marks=pytest.mark.slow),
+    ],
+    ids=["auto-fp8", "masked-values", "auto-values", "masked-fp8"],
+)
 def test_masked_equals_sparse(device, prefill, cache, forms):
     want = logits(made(device, prefill="sparse", cache=cache), prompt(device))
     assert forms == []
