@@ -107,7 +107,7 @@ def bodies(graph: Graph) -> list[Body]:
         inputs = [n for n in read if not _is_number(value_of(n))]
         # of one row of a prompt the strides alone may hold the prompt's length, which Inductor asks for
         unknown = compat.unbound_symbols(map(value_of, inputs))
-        inputs += [n for n in sizes if value_of(n).node.expr in unknown]
+        inputs += [n for n in sizes if compat.symbol_of(value_of(n)) in unknown]
         read_on = (n for n in nodes if any(user not in inside for user in n.users))
         found.append(Body(nodes, tuple(inputs), tuple(n for n in read_on if not _is_number(value_of(n)))))
     return found

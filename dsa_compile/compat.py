@@ -73,7 +73,12 @@ def unbound_symbols(values: Iterable[Any]) -> set[Any]:
 
     values = list(values)
     sizes = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else [value])]
-    return set(free_symbols(values)) - {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
+    return set(free_symbols(values)) - {symbol_of(size) for size in sizes if isinstance(size, torch.SymInt)}
+
+
+def symbol_of(size: torch.SymInt) -> Any:
+    """What a size is in terms of symbols."""
+    return size.node.expr
 
 
 def module_stack(node: Node) -> list[tuple[str, str]]:

@@ -57,10 +57,9 @@ class Guard:
         self.model = model
         self._compile: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._run: Callable[..., Any] = _forward
-        self._graphs: dict[int, Graphs] = {}
+        self._graphs: dict[tuple[int, int | None], Graphs] = {}
         self._lender = Lender()
         self._plain_steps: dict[int, Callable[..., Any]] = {}  # by batch size
-        self._captured: dict[tuple[int, int], Graphs] = {}  # by batch size and width
         self._decoders: WeakKeyDictionary[DSACache, tuple[tuple[int, ...], dict[Any, Any]]] = WeakKeyDictionary()
         self._said: set[str] = set()
         self._paces: dict[int, Pace] = {}  # by batch size
@@ -72,7 +71,6 @@ class Guard:
         self._run = self._compiled(_forward)
         self._graphs.clear()
         self._plain_steps.clear()
-        self._captured.clear()
         self._decoders.clear()
         self._lender.clear()
 
@@ -87,11 +85,17 @@ class Guard:
         compiled: Callable[..., Any] = torch.compile(compat.own_code(function, name), *args, **kwargs)
         return compiled
 
-    def graphs(self, width: int) -> Graphs:
-        """What drafting runs in steps of ``width`` rows; each width apart, so that it is static."""
-        if width not in self._graphs:
-            self._graphs[width] = Graphs(*(self._compiled(f, f"{f.__name__}_{width}") for f in UNCOMPILED))
-        return self._graphs[width]
+    def graphs(self, width: int, batch_size: int | None = None) -> Graphs:
+        """What drafting runs in steps of ``width`` rows; each width apart, so that it is static.
+
+        ``batch_size``: in CUDA graphs of ours, each batch size apart as well.
+        """
+        key, captured = (width, batch_size), batch_size is not None
+        if key not in self._graphs:
+            name = f"{width}_{batch_size}" if captured else str(width)
+            made = (self._compiled(f, f"{f.__name__}_{name}", captured=captured) for f in UNCOMPILED)
+            self._graphs[key] = Graphs(*made)
+        return self._graphs[key]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self.model, "_compile": self._compile}
@@ -162,19 +166,11 @@ class Guard:
         """Steps with drafts over a cache."""
 
         def made(cache: DSACache) -> DraftDecoder:
-            graphs = partial(self._captured_graphs, cache.batch_size)
+            graphs = partial(self.graphs, batch_size=cache.batch_size)
             return DraftDecoder(self.model, graphs, cache, sampling, recorded=self.replays)
 
         found: DraftDecoder = self._found(cache, DraftDecoder, sampling, made)
         return found
-
-    def _captured_graphs(self, batch_size: int, width: int) -> Graphs:
-        """What `drafter` runs, each batch size and width apart."""
-        key = batch_size, width
-        if key not in self._captured:
-            named = (f"{f.__name__}_{batch_size}_{width}" for f in UNCOMPILED)
-            self._captured[key] = Graphs(*(self._compiled(f, n, captured=True) for f, n in zip(UNCOMPILED, named)))
-        return self._captured[key]
 
     def _found(self, cache: DSACache, kind: type, sampling: Sampling, make: Callable[[DSACache], Any]) -> Any:
         """What ``make`` makes of a cache, once for as long as all stays where it lies."""

@@ -55,11 +55,7 @@ class Decoder:
     ) -> None:
         B, device = cache.batch_size, cache.device
         self._tokens = torch.zeros(B, 1, dtype=torch.int64, device=device)
-        self._place = Place(
-            valid=torch.zeros(B, dtype=torch.int64, device=device),
-            alive=torch.zeros(B, dtype=torch.bool, device=device),
-            offset=torch.zeros(B, dtype=torch.int64, device=device),
-        )
+        self._place = nowhere(B, device)
         self._uniforms = torch.zeros(B, 1, device=device)
         self._rows, self._greedy, self.bytes = B, sampling.greedy, 0
         self._landings = Landing(self._tokens), Landing(self._tokens)
@@ -89,18 +85,14 @@ class Decoder:
         B = tokens.shape[0]
         self._rows = B
         self._tokens[:B] = tokens
-        self._place.valid[:B] = valid
-        self._place.offset[:B] = positions - valid
-        self._place.alive[:] = False
-        self._place.alive[:B] = True
+        put(self._place, Place(valid, torch.ones_like(valid, dtype=torch.bool), positions - valid))
         if self._seen is not None:
             self._seen.zero_()
             self._seen[:B].scatter_(1, torch.cat([history, tokens], 1), True)
 
     def finish(self, finished: list[bool]) -> None:
         """Leave these sequences as they are from the next step on, without a wait for the device."""
-        alive = torch.tensor([not row for row in finished], pin_memory=self._tokens.is_cuda)
-        self._place.alive[: self._rows].copy_(alive, non_blocking=True)
+        end(self._place, finished)
 
     def launch(self) -> None:
         """Start a step, without a look at what it gives."""
@@ -114,6 +106,25 @@ class Decoder:
         landing, self._landings = self._landings[0], self._landings[::-1]
         landing.send(self._tokens, self._rows)
         return landing
+
+
+def nowhere(batch_size: int, device: torch.device) -> Place:
+    """For steps that read it in place: no sequence is alive."""
+    zeros = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    return Place(zeros, zeros.bool(), zeros.clone())
+
+
+def put(place: Place, first: Place) -> None:
+    """Set where the first sequences of a place are; the others are not alive."""
+    place.alive.zero_()
+    for own, given in zip(place, first):
+        own[: given.shape[0]] = given
+
+
+def end(place: Place, finished: list[bool]) -> None:
+    """Let the first sequences of a place live on but for these, without a wait for the device."""
+    alive = torch.tensor([not row for row in finished], pin_memory=place.alive.is_cuda)
+    place.alive[: len(finished)].copy_(alive, non_blocking=True)
 
 
 def record(advance: Callable[[], None], device: torch.device) -> tuple[Callable[[], None], int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsa_compile.cache import DSACache
 from dsa_compile.models.mtp_step import Graphs, Place
-from dsa_compile.replay import Landing, record
+from dsa_compile.replay import Landing, end, nowhere, put, record
 from dsa_compile.sampling import Sampling
 from dsa_compile.steps import Arriving
 
@@ -37,11 +37,7 @@ class DraftDecoder:
         self._model, self._graphs, self._sampling = model, graphs, sampling
         self._cache = ref(cache)  # whose end is that of the recordings
         self._tokens = torch.zeros(B, W, dtype=torch.int64, device=device)
-        self._place = Place(
-            valid=torch.zeros(B, dtype=torch.int64, device=device),
-            alive=torch.zeros(B, dtype=torch.bool, device=device),
-            offset=torch.zeros(B, dtype=torch.int64, device=device),
-        )
+        self._place = nowhere(B, device)
         self._last = torch.zeros(B, dtype=torch.int64, device=device)
         self._uniforms = torch.zeros(B, W, device=device)
         self._landed = torch.zeros(B, 1 + W, dtype=torch.int64, device=device)
@@ -60,9 +56,7 @@ class DraftDecoder:
         """
         B, width = first.shape[0], drafts + 1
         self._rows = B
-        self._place.alive.zero_()
-        for own, given in zip(self._place, place):
-            own[:B] = given
+        put(self._place, place)
         self._last[:B] = place.valid + new - 1
         self._tokens[:B] = first
         self._states[:B] = state[:, None]
@@ -85,8 +79,7 @@ class DraftDecoder:
 
     def finish(self, finished: list[bool]) -> None:
         """Leave these sequences as they are from the next step on, without a wait for the device."""
-        alive = torch.tensor([not row for row in finished], pin_memory=self._tokens.is_cuda)
-        self._place.alive[: self._rows].copy_(alive, non_blocking=True)
+        end(self._place, finished)
 
     def _made(self, width: int) -> Callable[[], None]:
         step, cache = self._graphs(width).ongoing, self._cache()

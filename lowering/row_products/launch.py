@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsa_compile.lowering.device import Device
+from dsa_compile.lowering.dependent import launch_options
 from dsa_compile.lowering.row_products.limits import MOST_WEIGHTS
 from dsa_compile.lowering.row_products.reference import expert_products, row_products
 
@@ -77,20 +77,19 @@ def expert_products_cuda(x: Tensor, weights: Tensor, picks: Tensor) -> Tensor:
 
 
 def _options(tile: Config, K: int, device: torch.device) -> dict[str, Any]:
-    dependent = _dependent(device)
     return {
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "EVEN": K % tile.block_k == 0,
-        "DEPENDENT": dependent,
         "num_warps": tile.num_warps,
-        **({"launch_pdl": True} if dependent else {}),
+        **_dependent(device),
     }
 
 
-def _dependent(device: torch.device) -> bool:
-    """Whether to read weights while the kernel before runs.
+def _dependent(device: torch.device) -> dict[str, bool]:
+    """Read weights while the kernel before runs, where the device can.
 
     In a CUDA graph alone, where no kernel changes them; elsewhere the one before might have.
     """
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing() and Device.of(device).major >= 9
+    options = launch_options(device)
+    return options if options["DEPENDENT"] and torch.cuda.is_current_stream_capturing() else {"DEPENDENT": False}

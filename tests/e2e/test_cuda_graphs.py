@@ -37,7 +37,7 @@ def overwritten(monkeypatch):
     """Of what would be compiled, each run spoils what the run before returned, as the replay of a CUDA graph may."""
     returned = []
 
-    def compiled(guard, function, name=None):
+    def compiled(guard, function, name=None, captured=False):
         def run(*args):
             for tensor in returned:
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 0)

@@ -232,8 +232,7 @@ def test_sampled_tokens_follow_the_distribution_of_plain_sampling(monkeypatch, d
 
     real = mtp_step.draft
     graphs = mtp_step.UNCOMPILED._replace(draft=draft)
-    monkeypatch.setattr(model.dsa_guard, "graphs", lambda width: graphs)
-    monkeypatch.setattr(model.dsa_guard, "_captured_graphs", lambda batch_size, width: graphs)
+    monkeypatch.setattr(model.dsa_guard, "graphs", lambda width, batch_size=None: graphs)
     output = model.generate(prompt.repeat(rows, 1), **told, return_dict_in_generate=True)
     found = (output.sequences[:, None] == triples).all(-1).sum(0)
     assert found.sum() == rows
