@@ -67,9 +67,9 @@ SCHEMAS = {
         "(Tensor grad_out, Tensor grad_lse, Tensor q_absorbed, Tensor q_pe, Tensor latent, Tensor? visible, "
         "Tensor? mask, Tensor? topk_indices, float scale, Tensor? block_table=None) -> (Tensor, Tensor, Tensor)"
     ),
-    # A row x[..., K] by linear layers without biases, weights [N_i, K] -> [..., sum of N_i]. Whoever names a weight
-    # says that no kernel of a step changes it.
-    "row_products": "(Tensor x, Tensor[] weights) -> Tensor",
+    # Rows x[R, K] by linear layers without biases, weights [N_i, K] -> [R * sum of N_i], rows [R, N_i] of one behind
+    # those of the other, in dtype (None: that of x). Whoever names a weight says that no kernel of a step changes it.
+    "row_products": "(Tensor x, Tensor[] weights, ScalarType? dtype=None) -> Tensor",
     # Rows x[P, K], or one for all, each by the weights[E, N, K] of the expert that picks int64[P] names -> [P, N].
     "expert_products": "(Tensor x, Tensor weights, Tensor picks) -> Tensor",
     # `mla` over a pool, latent[B, S, R+P], of the rows of a prompt, of which a run chooses the form unless `form` says
@@ -229,11 +229,11 @@ def _sparse_mla_backward(
 
 
 @torch.library.register_fake("dsa::row_products")
-def _row_products(x: Tensor, weights: list[Tensor]) -> Tensor:
-    from dsa_compile.lowering.row_products.limits import check_row
+def _row_products(x: Tensor, weights: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    from dsa_compile.lowering.row_products.limits import check_rows
 
-    check_row(x, weights)
-    return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
+    check_rows(x, weights, dtype)
+    return x.new_empty(x.shape[0] * sum(weight.shape[0] for weight in weights), dtype=dtype)
 
 
 @torch.library.register_fake("dsa::expert_products")

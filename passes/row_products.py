@@ -1,4 +1,4 @@
-"""Linear layers of a single row, as in decoding at batch 1, become kernels that read weights at the device's pace.
+"""Linear layers of few rows, as in decoding of few sequences, become kernels that read weights at the device's pace.
 
 Before::
 
@@ -7,11 +7,12 @@ Before::
 
 After::
 
-    both = dsa.row_products(x.flatten(), [q_a_proj.weight, kv_a_proj_with_mqa.weight])
+    both = dsa.row_products(x.flatten().view(1, -1), [q_a_proj.weight, kv_a_proj_with_mqa.weight])
     q, k = both[:1536].view(1, 1, -1), both[1536:].view(1, 1, -1)
 
-Layers of one input share a launch. The row is flattened: the strides of a prompt's last token hold the prompt's length,
-which Inductor may not know where it calls the op (torch 2.11).
+Layers of one input share a launch, and a router's float32 logits are products of what it converts: the launch is then
+in float32, and what other layers make of it is rounded behind. The rows are flattened: the strides of a prompt's last
+token hold the prompt's length, which Inductor may not know where it calls the op (torch 2.11).
 """
 
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from dsa_compile import programs
-from dsa_compile.lowering.row_products.limits import MOST_WEIGHTS
-from dsa_compile.passes.base import Context, GraphPass, Refused, emit, is_linear, value_of
+from dsa_compile.lowering.row_products.limits import MOST_ROWS, MOST_WEIGHTS
+from dsa_compile.passes.base import Context, GraphPass, Refused, emit, erase_dead, is_linear, target_name, value_of
 from dsa_compile.passes.overlap_indexer import started_programs
 
 
@@ -35,7 +36,7 @@ class _Match:
 
 
 class RowProducts(GraphPass):
-    """Linear layers of one row on a GPU -> ``dsa::row_products``. Numerics: exact."""
+    """Linear layers of few rows on a GPU -> ``dsa::row_products``. Numerics: exact."""
 
     name = "row_products"
     numerics = "exact"
@@ -46,10 +47,10 @@ class RowProducts(GraphPass):
         return sum(GraphPass.__call__(self, graph, context) for graph in graphs)
 
     def candidates(self, graph: Graph) -> list[Node]:
-        """The first layer of each input of one row; on a CPU Inductor's own products are as fast."""
+        """The first layer of each input of few rows; on a CPU Inductor's own products are as fast."""
         firsts: dict[Any, Node] = {}
         for node in graph.nodes:
-            if is_linear(node) and _one_row(value_of(node)) and on_gpu(value_of(node)):
+            if is_linear(node) and _few_rows(value_of(node)) and on_gpu(value_of(node)):
                 firsts.setdefault(_operands(node)[0], node)
         return list(firsts.values())
 
@@ -65,36 +66,52 @@ class RowProducts(GraphPass):
         x = _operands(match.layers[0])[0]
         for first in range(0, len(match.layers), MOST_WEIGHTS):
             layers = match.layers[first : first + MOST_WEIGHTS]
-            weights = [_operands(layer)[1] for layer in layers]
-            shapes = [tuple(value_of(layer).shape) for layer in layers]
-            for layer, product in zip(layers, emit(graph, match.layers[0], _multiplied, x, weights, shapes)):
+            weights, values = [_operands(layer)[1] for layer in layers], [value_of(layer) for layer in layers]
+            for layer, product in zip(layers, emit(graph, match.layers[0], _multiplied, x, weights, values)):
                 layer.replace_all_uses_with(product)
-        for layer in match.layers:
-            graph.erase_node(layer)
+        erase_dead(graph, *match.layers)
         return f"{len(match.layers)} of one input in a launch"
 
 
-def _multiplied(x: Any, weights: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
-    """Products of a row in one launch, each of its shape."""
-    parts = torch.ops.dsa.row_products.default(x.flatten(), weights).split([shape[-1] for shape in shapes])
-    return [parts[place].view(shape) for place, shape in enumerate(shapes)]
+def _multiplied(x: Any, weights: list[Any], wanted: list[torch.Tensor]) -> list[Any]:
+    """Products of few rows in one launch, each of the shape and dtype of its fake value in ``wanted``."""
+    rows, dtypes = wanted[0].shape[:-1].numel(), {value.dtype for value in wanted}
+    shared = torch.float32 if torch.float32 in dtypes else wanted[0].dtype
+    products = torch.ops.dsa.row_products.default(x.flatten().view(rows, -1), weights, shared)
+    parts = products.split([value.numel() for value in wanted])
+    made = [parts[place].view(value.shape) for place, value in enumerate(wanted)]
+    return [product if value.dtype == shared else product.to(value.dtype) for product, value in zip(made, wanted)]
 
 
 def _operands(layer: Node) -> tuple[Any, Any, Any]:
-    """Input, weight and bias of a linear layer; the former two as they were before they were said to be of a dtype."""
+    """Input, weight and bias of a linear layer; the former two as they were before views and conversions.
+
+    Conversions but for those that round: of a layer in float32 those of its operands to float32.
+    """
     named = dict(zip(("input", "weight", "bias"), layer.args)) | layer.kwargs
-    return _source(named["input"]), _source(named["weight"]), named.get("bias")
+    dtype = value_of(layer).dtype
+    return _source(named["input"], dtype), _source(named["weight"], dtype), named.get("bias")
 
 
-def _source(node: Any) -> Any:
-    """What a conversion returned as it was."""
-    while node.op == "call_method" and node.target == "to" and value_of(node) is value_of(node.all_input_nodes[0]):
-        node = node.all_input_nodes[0]
+def _source(node: Any, dtype: torch.dtype) -> Any:
+    """What views of the same rows, and conversions that lose nothing, were made of; ``dtype`` is the layer's."""
+    while node.op == "call_method":
+        value, source = value_of(node), node.all_input_nodes[0]
+        if target_name(node) in ("view", "reshape"):
+            same = value.shape[-1] == value_of(source).shape[-1]
+        elif target_name(node) in ("to", "type", "float"):
+            same = value is value_of(source) or value.dtype == dtype == torch.float32
+        else:
+            break
+        if not same:
+            break
+        node = source
     return node
 
 
-def _one_row(x: torch.Tensor) -> bool:
-    return all(isinstance(size, int) and size == 1 for size in x.shape[:-1])
+def _few_rows(x: torch.Tensor) -> bool:
+    sizes = x.shape[:-1]
+    return all(isinstance(size, int) for size in sizes) and 0 < sizes.numel() <= MOST_ROWS
 
 
 def _refusal(layer: Node) -> str | None:
@@ -106,7 +123,7 @@ def _refusal(layer: Node) -> str | None:
         return "its weight is no parameter: a kernel may change it in the step"
     if torch.is_grad_enabled():
         return "gradients are wanted"
-    if not value_of(x).dtype == value_of(weight).dtype == value_of(layer).dtype:
+    if value_of(x).dtype != value_of(weight).dtype or value_of(layer).dtype not in (value_of(x).dtype, torch.float32):
         return "it changes dtypes"
     return None
 

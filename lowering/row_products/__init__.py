@@ -1,4 +1,4 @@
-"""Products of a single row: what a decode step at batch 1 spends its time on."""
+"""Products of few rows: what a decode step at batch 1 spends its time on."""
 
 import torch
 

@@ -1,6 +1,6 @@
 """``dsa::row_products`` and ``dsa::expert_products`` in Triton: a program multiplies a few rows of a weight.
 
-A step of one token takes the time of reading its weights, and each kernel of it would wait for the one before to end
+A step of few tokens takes the time of reading its weights, and each kernel of it would wait for the one before to end
 before it asks for the first of them. With DEPENDENT, for launches as dependent grids (programmatic dependent launch),
 a program asks for its first weights, waits for what it reads of others, and then lets the next kernel begin: all that
 ran before has ended by then, so that the next one may read of it.
@@ -24,18 +24,34 @@ def _weights(W, rows, columns, N, K, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _multiply(X, W, OUT, rows, N, K, ahead, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
-    """OUT[rows] from the first tile of weights, which is there, and from those behind it."""
+def _multiply(
+    X,
+    W,
+    OUT,
+    rows,
+    N,
+    K,
+    ahead,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """OUT[ROWS, N] at ``rows`` from the first tile of weights, which is there, and from those behind it."""
     columns = tl.arange(0, BLOCK_K)
-    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    sums = (tl.zeros([BLOCK_N, BLOCK_K], tl.float32),) * ROWS
     for start in range(0, K, BLOCK_K):
-        tile = ahead
+        tile = ahead.to(tl.float32)
         following = start + BLOCK_K
         if following < K:
             ahead = _weights(W, rows, following + columns, N, K, EVEN)
-        x = tl.load(X + start + columns, mask=start + columns < K, other=0.0)
-        sums += tile.to(tl.float32) * x.to(tl.float32)[None, :]
-    tl.store(OUT + rows, tl.sum(sums, 1).to(OUT.dtype.element_ty), mask=rows < N)
+        new = sums[:0]
+        for row in tl.static_range(ROWS):
+            x = tl.load(X + row * K + start + columns, mask=start + columns < K, other=0.0)
+            new += (sums[row] + tile * x.to(tl.float32)[None, :],)
+        sums = new
+    for row in tl.static_range(ROWS):
+        tl.store(OUT + row * N + rows, tl.sum(sums[row], 1).to(OUT.dtype.element_ty), mask=rows < N)
 
 
 @triton.jit
@@ -51,6 +67,7 @@ def row_kernel(
     N2,
     N3,
     K,
+    ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
@@ -61,22 +78,22 @@ def row_kernel(
     W, N = W0, N0
     if block >= tl.cdiv(N, BLOCK_N):
         block -= tl.cdiv(N, BLOCK_N)
-        OUT += N
+        OUT += ROWS * N
         W, N = W1, N1
         if block >= tl.cdiv(N, BLOCK_N):
             block -= tl.cdiv(N, BLOCK_N)
-            OUT += N
+            OUT += ROWS * N
             W, N = W2, N2
             if block >= tl.cdiv(N, BLOCK_N):
                 block -= tl.cdiv(N, BLOCK_N)
-                OUT += N
+                OUT += ROWS * N
                 W, N = W3, N3
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     first = _weights(W, rows, tl.arange(0, BLOCK_K), N, K, EVEN)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
-    _multiply(X, W, OUT, rows, N, K, first, BLOCK_N, BLOCK_K, EVEN)
+    _multiply(X, W, OUT, rows, N, K, first, ROWS, BLOCK_N, BLOCK_K, EVEN)
 
 
 @triton.jit
@@ -105,6 +122,6 @@ def expert_kernel(
     if (pick >= 0) & (pick < experts):
         W += pick.to(tl.int64) * N * K
         first = _weights(W, rows, tl.arange(0, BLOCK_K), N, K, EVEN)
-        _multiply(X + place * x_stride, W, OUT, rows, N, K, first, BLOCK_N, BLOCK_K, EVEN)
+        _multiply(X + place * x_stride, W, OUT, rows, N, K, first, 1, BLOCK_N, BLOCK_K, EVEN)
     else:
         tl.store(OUT + rows, tl.zeros([BLOCK_N], OUT.dtype.element_ty), mask=rows < N)

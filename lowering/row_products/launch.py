@@ -24,26 +24,28 @@ class Config:
     num_warps: int
 
 
-def config(K: int, itemsize: int) -> Config:
-    """For rows of ``K`` values: 2 rows of 2 KiB or, of short ones, 1 KiB.
+def config(K: int, itemsize: int, rows: int = 1) -> Config:
+    """For weights of rows of ``K`` values: 2 rows of 2 KiB or, of short ones, 1 KiB.
 
-    On an H200 the best of 40 tiles for all weights of DeepSeek-V3.2 but the narrowest, within 3 %.
+    On an H200 the best of 40 tiles for all weights of DeepSeek-V3.2 but the narrowest, within 3 %. With several rows to
+    multiply a thread that held as many weights would spill its sums.
     """
-    return Config(2, (BYTES_WIDE if K >= LONG else BYTES_WIDE // 2) // itemsize, 2)
+    wide = K >= LONG
+    return Config(2, (BYTES_WIDE if wide else BYTES_WIDE // 2) // itemsize, 4 if wide and rows > 1 else 2)
 
 
-def row_products_cuda(x: Tensor, weights: list[Tensor]) -> Tensor:
+def row_products_cuda(x: Tensor, weights: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """`reference.row_products` by Triton; by itself in float64, which Triton code here leaves alone."""
     if x.dtype == torch.float64:
-        return row_products(x, weights)
+        return row_products(x, weights, dtype)
     from dsa_compile.lowering.row_products import kernel
 
-    K = x.shape[-1]
-    tile = config(K, x.element_size())
+    rows, K = x.shape
+    tile = config(K, x.element_size(), rows)
     weights = [weight.contiguous() for weight in weights]
     sizes = [weight.shape[0] for weight in weights]
     absent = MOST_WEIGHTS - len(weights)
-    out = x.new_empty(*x.shape[:-1], sum(sizes))
+    out = x.new_empty(rows * sum(sizes), dtype=dtype)
     with torch.cuda.device_of(x):
         kernel.row_kernel[(sum(-(-N // tile.block_n) for N in sizes),)](
             x.contiguous(),
@@ -53,6 +55,7 @@ def row_products_cuda(x: Tensor, weights: list[Tensor]) -> Tensor:
             *sizes,
             *[0] * absent,
             K,
+            ROWS=rows,
             **_options(tile, K, x.device),
         )
     return out

@@ -1,22 +1,29 @@
 """What ``dsa::row_products`` and ``dsa::expert_products`` take: errors are raised at capture too."""
 
+import torch
 from torch import Tensor
 
 from dsa_compile.errors import InputError
 
 MOST_WEIGHTS = 4
 """Weights that one launch multiplies."""
+MOST_ROWS = 4
+"""Rows that are worth it: more of them are work for tensor cores."""
 
 
-def check_row(x: Tensor, weights: list[Tensor]) -> None:
+def check_rows(x: Tensor, weights: list[Tensor], dtype: torch.dtype | None) -> None:
     """Refuse inputs that a kernel would misread.
 
     Raises:
         InputError: naming the input, what was expected and what came.
     """
-    K = x.shape[-1]
-    if x.numel() != K or K == 0:
-        raise InputError(f"row_products: expected one row x[..., K], came {list(x.shape)}. Use F.linear for more.")
+    if x.dim() != 2 or not 0 < x.shape[0] <= MOST_ROWS or x.shape[1] == 0:
+        raise InputError(
+            f"row_products: expected x[R, K] of 1 to {MOST_ROWS} rows, came {list(x.shape)}. Use F.linear for more."
+        )
+    K = x.shape[1]
+    if dtype not in (None, x.dtype, torch.float32):
+        raise InputError(f"row_products: expected dtype {x.dtype} as x or torch.float32, came {dtype}.")
     if not 0 < len(weights) <= MOST_WEIGHTS:
         raise InputError(
             f"row_products: expected 1 to {MOST_WEIGHTS} weights, came {len(weights)}. Call it once for each four."

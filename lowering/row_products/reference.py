@@ -5,17 +5,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def row_products(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """What linear layers without biases make of one row, side by side.
+def row_products(x: Tensor, weights: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """What linear layers without biases make of a few rows, one layer behind the other.
 
     Args:
-        x: [..., K] of one row.
+        x: [R, K], of up to `limits.MOST_ROWS` rows.
         weights: each [N_i, K], of the dtype of ``x``.
+        dtype: of the result: that of ``x``, or float32, which both are then converted to first.
 
     Returns:
-        [..., sum of N_i] in the dtype of ``x``.
+        [R * sum of N_i]: the rows [R, N_0] of the first weight, then those of the second.
     """
-    return torch.cat([F.linear(x, weight) for weight in weights], -1)
+    dtype = dtype or x.dtype
+    return torch.cat([F.linear(x.to(dtype), weight.to(dtype)).flatten() for weight in weights])
 
 
 def expert_products(x: Tensor, weights: Tensor, picks: Tensor) -> Tensor:

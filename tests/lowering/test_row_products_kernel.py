@@ -1,10 +1,11 @@
-"""The Triton kernels of a row's products, compiled for Hopper and interpreted on the CPU."""
+"""The Triton kernels of few rows' products, compiled for Hopper and interpreted on the CPU."""
 
 import hopper
 import pytest
 import torch
 
 from dsa_compile.lowering.row_products.launch import config
+from dsa_compile.lowering.row_products.limits import MOST_ROWS
 
 PROGRAM = """
 import torch
@@ -14,9 +15,12 @@ from dsa_compile.lowering.row_products.reference import expert_products, row_pro
 
 torch.manual_seed(0)
 for sizes, K, dtype in [((3, 8, 1, 5), 1300, torch.float32), ((7,), 4100, torch.bfloat16), ((2, 3), 64, torch.float16)]:
-    x, weights = torch.randn(1, 1, K).to(dtype), [torch.randn(N, K).to(dtype) for N in sizes]
-    want = row_products(x.double(), [w.double() for w in weights])
-    torch.testing.assert_close(row_products_cuda(x, weights), want.to(dtype), rtol=2e-2, atol=2e-2 * K**0.5)
+    weights = [torch.randn(N, K).to(dtype) for N in sizes]
+    for rows, wanted in [(1, None), (2, torch.float32), (3, None)]:
+        x = torch.randn(rows, K).to(dtype)
+        want = row_products(x.double(), [w.double() for w in weights])
+        got = row_products_cuda(x, weights, wanted)
+        torch.testing.assert_close(got, want.to(wanted or dtype), rtol=2e-2, atol=2e-2 * K**0.5)
     experts, picks = torch.randn(3, 5, K).to(dtype), torch.tensor([2, -1, 0, 3])
     for rows in (1, 4):
         x = torch.randn(rows, K).to(dtype)
@@ -35,16 +39,16 @@ def test_interpreted_kernels_equal_the_references(tmp_path):
 
 
 @pytest.mark.skipif(gpu, reason="compiled for a GPU that is not there")
-@pytest.mark.parametrize("K", [1536, 7168])
-def test_first_weights_are_asked_for_before_the_wait(K, tmp_path):
+@pytest.mark.parametrize(("K", "most"), [(1536, 1), (7168, 1), (1536, MOST_ROWS), (7168, MOST_ROWS)])
+def test_first_weights_are_asked_for_before_the_wait(K, most, tmp_path):
     from dsa_compile.lowering.row_products import kernel
 
-    tile = config(K, itemsize=2)
+    tile = config(K, 2, most)
     sizes = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN": True, "DEPENDENT": True}
     options = {"num_warps": tile.num_warps, "launch_pdl": True}
     rows, experts = (
-        hopper.compiled_kernel(which, POINTERS, sizes, tmp_path, multiples=["N", "K"], **options)
-        for which in (kernel.row_kernel, kernel.expert_kernel)
+        hopper.compiled_kernel(which, POINTERS, chosen, tmp_path, multiples=["N", "K"], **options)
+        for which, chosen in ((kernel.row_kernel, sizes | {"ROWS": most}), (kernel.expert_kernel, sizes))
     )
     for made in (rows, experts):
         assert made.stack == 0

@@ -1,4 +1,4 @@
-"""Linear layers of one row share launches; others stay as they are."""
+"""Linear layers of few rows share launches; others stay as they are."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from harness import PassHarness
 from torch import nn
 
+from dsa_compile.lowering.row_products.limits import MOST_ROWS
 from dsa_compile.passes import row_products
 from dsa_compile.passes.row_products import RowProducts
 
@@ -43,8 +44,37 @@ def test_layers_of_one_input_share_launches_of_four(count, launches):
     assert outcome.entries[0].reason == f"{count} of one input in a launch"
 
 
-def test_two_rows_are_left_without_a_word():
-    assert not check(Layers(), rows=2, matches=0).entries
+@pytest.mark.parametrize("rows", [2, MOST_ROWS])
+def test_few_rows_are_read_as_one_is(rows):
+    check(Layers(), rows=rows, matches=2, ops={PRODUCTS: 2}, atol=1e-14)
+
+
+def test_more_rows_are_left_without_a_word():
+    assert not check(Layers(), rows=MOST_ROWS + 1, matches=0).entries
+
+
+class Router(nn.Module):
+    """Beside another layer of its input, whose rows it flattens and converts, as transformers' routers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(6, 4, bias=False), nn.Linear(6, 5, bias=False)
+        self.bfloat16()
+
+    def forward(self, x):
+        rows = x.view(-1, 6)
+        return F.linear(rows.type(torch.float32), self.gate.weight.type(torch.float32)), self.up(x)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_router_shares_the_launch_of_what_it_converts(rows):
+    with torch.no_grad():
+        x = torch.randn(rows, 1, 6, dtype=torch.bfloat16)
+        outcome = PassHarness(RowProducts())(Router(), x, matches=1, ops={PRODUCTS: 1}, atol=2**-8)
+    assert not outcome.nodes(F.linear)
+    assert not outcome.nodes("type"), "weights are read as they lie"
+    logits, up = outcome.gm.graph.output_node().args[0]
+    assert (outcome.values[logits].dtype, outcome.values[up].dtype) == (torch.float32, torch.bfloat16)
 
 
 def test_a_layer_with_a_bias_is_left_beside_one_without():
