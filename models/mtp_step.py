@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsa_compile.cache import DSACache, visible_from
+from dsa_compile.lowering.mtp_verify.greedy import likeliest, verify_greedily
 from dsa_compile.models.mtp import rows_at, run_mtp
 from dsa_compile.sampling import Sampling
 
@@ -121,7 +122,10 @@ def settle(
         tokens int64[B, W] of the next step.
     """
     columns = torch.arange(tokens.shape[1], device=tokens.device)
-    accepted, following = torch.ops.dsa.mtp_verify.default(target, tokens[:, 1:], None, uniforms, greedy)
+    if greedy:
+        accepted, following = verify_greedily(target, tokens[:, 1:])
+    else:
+        accepted, following = torch.ops.dsa.mtp_verify.default(target, tokens[:, 1:], None, uniforms, False)
     shifted = torch.cat([tokens[:, 1:], following[:, None]], 1)
     block = torch.where(columns < accepted[:, None], shifted, following[:, None])
     right_aligned = (columns - columns[-1] + accepted[:, None]).clamp(min=0)
@@ -163,7 +167,7 @@ def draft(model: Any, cache: DSACache, fresh: Tensor, states: Tensor, count: Ten
             slots + place.offset[:, None],
             shares_selection=model.dsa.share_drafts and drafted > 0,
         )[:, -1:]
-        tokens.append(model.lm_head(states).argmax(-1))
+        tokens.append(likeliest(model.lm_head(states)))
         slots = torch.where(place.alive, place.valid + drafted, -1)[:, None]
     return torch.cat(tokens, 1)[:, :width]
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsa_compile.cache import DSACache
+from dsa_compile.lowering.mtp_verify.greedy import likeliest
 from dsa_compile.models.mtp_step import Place, verify
 from dsa_compile.sampling import Sampling
 
@@ -26,6 +27,6 @@ def plain_step(
     logits, _ = verify(model, cache, tokens, place)
     target = sampling.target(logits)
     if sampling.greedy:
-        return target.argmax(-1)
-    _, following = torch.ops.dsa.mtp_verify.default(target, tokens[:, 1:], None, uniforms, sampling.greedy)
+        return likeliest(target)
+    _, following = torch.ops.dsa.mtp_verify.default(target, tokens[:, 1:], None, uniforms, False)
     return following[:, None]

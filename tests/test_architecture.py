@@ -42,6 +42,7 @@ LEVELS = {
 MATHS = {
     "dsa_compile.lowering.cache_write.compact",
     "dsa_compile.lowering.keep_selection.previous",
+    "dsa_compile.lowering.mtp_verify.greedy",
     "dsa_compile.lowering.row_products.limits",
     "dsa_compile.lowering.select.projections",
 }

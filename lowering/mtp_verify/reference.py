@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dsa_compile.lowering.mtp_verify.greedy import leading, verify_greedily
 from dsa_compile.lowering.mtp_verify.limits import check
 
 GRAINS = 1 << 40
@@ -35,13 +36,11 @@ def mtp_verify(
     """
     check(target_probs, draft_tokens, draft_probs, uniforms, greedy)
     if greedy:
-        best = target_probs.masked_fill(target_probs.isnan(), float("-inf")).argmax(-1)
-        accepted = _leading(best[:, :-1] == draft_tokens)
-        return accepted, best.gather(1, accepted[:, None]).squeeze(1)
+        return verify_greedily(target_probs, draft_tokens)
     drafts = draft_tokens.shape[1]
     p = _of_tokens(target_probs[:, :drafts], draft_tokens)
     q = torch.ones_like(p) if draft_probs is None else _of_tokens(draft_probs, draft_tokens)
-    accepted = _leading(uniforms[:, :drafts] * q < p)
+    accepted = leading(uniforms[:, :drafts] * q < p)
     return accepted, draw(_remaining(target_probs, draft_tokens, draft_probs, accepted), uniforms[:, drafts])
 
 
@@ -71,11 +70,6 @@ def _remaining(target_probs: Tensor, draft_tokens: Tensor, draft_probs: Tensor |
     # where p and q differ by rounding alone nothing is left of a rejection
     whole = (accepted == drafts) | ~(rest > 0).any(-1)
     return torch.where(whole[:, None], row, rest)
-
-
-def _leading(agrees: Tensor) -> Tensor:
-    """How many True each row of bool[B, M] begins with."""
-    return agrees.long().cumprod(1).sum(1)
 
 
 def _of_tokens(probs: Tensor, tokens: Tensor) -> Tensor:

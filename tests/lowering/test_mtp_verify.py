@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from strategies import seeds
 
 from dsa_compile.errors import InputError
+from dsa_compile.lowering.mtp_verify.greedy import LONG, MOST_PARTS, likeliest
 from dsa_compile.lowering.mtp_verify.reference import draw
 from dsa_compile.sampling import Sampling
 
@@ -15,6 +16,17 @@ DRAWS = 100_000
 VOCAB = 6
 NEAREST_TO_ONE = 1 - 2.0**-24
 verify = torch.ops.dsa.mtp_verify
+
+
+@given(vocab=st.sampled_from([1, 7, LONG - 1, LONG, LONG + MOST_PARTS, 3 * LONG + 5]), seed=seeds)
+def test_the_likeliest_token_is_the_first_of_the_greatest_numbers(device, vocab, seed):
+    torch.manual_seed(seed)
+    logits = torch.randint(-9, 9, (2, 3, vocab)).float()
+    logits[torch.rand(logits.shape) < 0.1] = float("nan")
+    logits[0, 0], logits[1, 1] = float("-inf"), float("nan")
+    want = [max(range(vocab), key=lambda t: (row[t] == row[t], row[t])) for row in logits.flatten(0, 1).tolist()]
+    want[4] = 0  # nothing but NaN
+    assert likeliest(logits.to(device)).flatten().tolist() == want
 
 
 def distributions(*shape, device, seed=0):
