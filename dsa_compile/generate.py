@@ -170,14 +170,24 @@ def _decode(
                 pace.note(arriving.drafts, (now := time.perf_counter()) - begun, [counts[row] for row in running])
                 begun, drafts = now, pace.drafts()
             if ended := [row for row in running if progress.finished[row]]:
-                state = state.clone()
-                state[ended] = arriving.states[ended, [taken[row] - 1 for row in ended]]
+                state = _with_last(state, arriving.states, {row: taken[row] - 1 for row in ended})
                 stepper.finish(progress.finished)
     finally:
         cache.lengths.slots = None
     cache.lengths.next_state = state
     new = count_new(cache, progress)
     return MTPStatistics(tuple(steps_of), new, verified, tuple(accepted_at), time.perf_counter() - start)
+
+
+def _with_last(state: Tensor, states: Tensor, columns: dict[int, int]) -> Tensor:
+    """``state`` [B, hidden] with column ``columns[row]`` of states [B, W, hidden] in these rows.
+
+    What says so travels without a wait for the device, which is busy with the next step.
+    """
+    wanted = [columns.get(row, -1) for row in range(state.shape[0])]
+    column = torch.tensor(wanted, pin_memory=state.is_cuda).to(state.device, non_blocking=True)[:, None, None]
+    chosen = states.gather(1, column.clamp(min=0).expand(-1, 1, states.shape[2]))
+    return torch.where(column[:, 0] >= 0, chosen[:, 0], state)
 
 
 def _alive(progress: Progress, device: torch.device) -> Tensor:

@@ -1,6 +1,6 @@
 """Steps with drafts that feed themselves: on a GPU each is one replay of a CUDA graph."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
 
@@ -44,6 +44,7 @@ class DraftDecoder:
         self._states = torch.zeros(B, W, model.config.hidden_size, dtype=model.dtype, device=device)
         self._landings = [(Landing(self._landed), torch.zeros_like(self._states)) for _ in range(2)]
         self._steps: dict[int, Callable[[], None]] = {}
+        self._starts: dict[int, Callable[[], None]] = {}
         self._rows, self._recorded, self.bytes = B, recorded, 0
 
     def start(self, first: Tensor, state: Tensor, place: Place, new: int, drafts: int) -> None:
@@ -60,15 +61,15 @@ class DraftDecoder:
         self._last[:B] = place.valid + new - 1
         self._tokens[:B] = first
         self._states[:B] = state[:, None]
-        fresh, states = self._tokens[:, :width], self._states[:, :width]
-        count = torch.ones_like(self._last)
-        fresh.copy_(self._graphs(width).draft(self._model, self._cache(), fresh, states, count, self._place))
+        if width not in self._starts:
+            self._starts[width] = self._start_of(width)
+        self._starts[width]()
 
     def advance(self, drafts: int) -> Arriving:
         """Start a step; what it gives is there until the step behind the next one is started."""
         width = drafts + 1
         if width not in self._steps:
-            self._steps[width] = self._made(width)
+            self._steps[width] = self._step_of(width)
         if not self._sampling.greedy:
             self._uniforms.uniform_()
         self._steps[width]()
@@ -81,7 +82,18 @@ class DraftDecoder:
         """Leave these sequences as they are from the next step on, without a wait for the device."""
         end(self._place, finished)
 
-    def _made(self, width: int) -> Callable[[], None]:
+    def _start_of(self, width: int) -> Callable[[], None]:
+        """What drafts behind the first tokens, in place."""
+        draft, cache = self._graphs(width).draft, self._cache()
+        tokens, states, count = self._tokens[:, :width], self._states[:, :width], torch.ones_like(self._last)
+
+        def start() -> None:
+            tokens.copy_(draft(self._model, cache, tokens, states, count, self._place))
+
+        return self._in_place(start, [tokens])
+
+    def _step_of(self, width: int) -> Callable[[], None]:
+        """What verifies and drafts again, in place."""
         step, cache = self._graphs(width).ongoing, self._cache()
         tokens, uniforms = self._tokens[:, :width], self._uniforms[:, :width]
         own = self._landed[:, : 1 + width], tokens, self._place.valid, self._states[:, :width]
@@ -91,11 +103,15 @@ class DraftDecoder:
             for ours, tensor in zip(own, given):
                 ours.copy_(tensor)
 
+        return self._in_place(advance, own)
+
+    def _in_place(self, run: Callable[[], None], written: Iterable[Tensor]) -> Callable[[], None]:
+        """``run`` or, where steps are recorded, a replay of it; what it writes is as before."""
         if not self._recorded:
-            return advance
-        before = [(ours, ours.clone()) for ours in (*own, self._place.alive)]
-        self._place.alive.zero_()  # the step that compiles is none of the sequences'
-        replay, taken = record(advance, self._tokens.device)
+            return run
+        before = [(ours, ours.clone()) for ours in (*written, self._place.alive)]
+        self._place.alive.zero_()  # the run that compiles is none of the sequences'
+        replay, taken = record(run, self._tokens.device)
         for ours, tensor in before:
             ours.copy_(tensor)
         self.bytes += taken
