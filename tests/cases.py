@@ -2,8 +2,10 @@
 
 import copy
 import functools
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_moe_dsa": ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full"]}),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
 }
+ALIKE = ("deepseek_v2", "glm4_moe_lite")
+"""Their layers are rewritten as deepseek_v3's are: what equals stock in plain calls is slow to test in all others."""
 LENGTHS = (1, TOPK - 1, TOPK, TOPK + 1, 2 * TOPK + 3, 5 * TOPK)
 ATOL = 2e-4
 V32 = LayerDims(
@@ -55,6 +59,13 @@ def optimized(case: str, device: torch.device, lowering: str = "eager", layers: 
     if FAMILIES[case][0] not in NATIVE:
         fields.setdefault("selector", "dense")
     return dsa_compile.optimize(copy.deepcopy(stock(case, device, layers)), lowering=lowering, **fields)
+
+
+def each_unlike(cases: Iterable[str]) -> Any:
+    """Parametrizes ``case``; those that are `ALIKE` are slow tests."""
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, marks=pytest.mark.slow if case in ALIKE else ()) for case in cases]
+    )
 
 
 def token_ids(batch: int, length: int, device: torch.device, seed: int = 0) -> Tensor:

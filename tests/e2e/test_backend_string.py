@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from cases import FAMILIES, LENGTHS, NATIVE, TOPK, assert_rows_equal, left_padded, stock, token_ids
+from cases import FAMILIES, LENGTHS, NATIVE, TOPK, assert_rows_equal, each_unlike, left_padded, stock, token_ids
 from oracles import topk_oracle
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -55,7 +55,7 @@ def test_without_a_cache(case, device, graphs):
 
 
 @pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("case", LATENT)
+@each_unlike(LATENT)
 def test_with_the_caches_of_transformers(case, kind, device, graphs):
     model = stock(case, device)
     fast = compiled(model)
@@ -80,7 +80,7 @@ def test_with_the_caches_of_transformers(case, kind, device, graphs):
     assert any(count(gm, "sparse_mla") for gm in graphs), "a decode step is absorbed"
 
 
-@pytest.mark.parametrize("case", LATENT)
+@each_unlike(LATENT)
 def test_selector_attention_equals_the_float64_oracle(case, device, graphs):
     model, oracle = stock(case, device), topk_oracle(stock(case, device), TOPK)
     fast = compiled(model, selector="attention", index_topk=TOPK)

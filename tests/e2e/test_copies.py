@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from cases import FAMILIES, NATIVE, TOPK, assert_rows_equal, optimized, stock, token_ids
+from cases import FAMILIES, NATIVE, TOPK, assert_rows_equal, each_unlike, optimized, stock, token_ids
 from transformers import AutoModelForCausalLM
 
 import dsa_compile
@@ -23,7 +23,7 @@ def with_indexer(case, device):
     return optimized(case, device, index_topk=TOPK, index_head_dim=16, **fields)
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@each_unlike(FAMILIES)
 def test_pickle_and_deepcopy_stay_optimized(case, device):
     model, ids = with_indexer(case, device), token_ids(2, 5 * TOPK, device)
     want = logits(model, ids)
@@ -33,7 +33,7 @@ def test_pickle_and_deepcopy_stay_optimized(case, device):
         assert "choose_form" in {e.pass_name for e in dsa_compile.recent_reports()[-1].entries if e.matched}
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@each_unlike(FAMILIES)
 def test_save_pretrained_then_optimize_again(case, device, tmp_path):
     model, ids = with_indexer(case, device), token_ids(2, 5 * TOPK, device)
     model.save_pretrained(tmp_path)
@@ -93,7 +93,7 @@ def test_a_manual_loop_without_an_explicit_cache(device):
             assert_rows_equal(ours.logits, theirs.logits)
 
 
-@pytest.mark.parametrize("case", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+@each_unlike(["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
 def test_a_prepared_model_gets_its_indexer_from_the_backend_string(case, device):
     family, overrides = FAMILIES[case]
     fields = {"indexer": "random", "index_n_heads": 8, "index_head_dim": 16, "index_topk": TOPK}

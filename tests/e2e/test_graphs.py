@@ -5,13 +5,13 @@ import sys
 
 import pytest
 import torch
-from cases import FAMILIES, optimized, token_ids
+from cases import FAMILIES, each_unlike, optimized, token_ids
 from torch._dynamo.utils import counters
 
 from dsa_compile.passes.base import is_dsa_op
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@each_unlike(FAMILIES)
 def test_five_prompt_lengths_and_200_steps_take_at_most_four_graphs(case, device):
     model = optimized(case, device)
     counters.clear()
@@ -31,7 +31,7 @@ def test_five_prompt_lengths_and_200_steps_take_at_most_four_graphs(case, device
 
 
 @pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("case", FAMILIES)
+@each_unlike(FAMILIES)
 def test_no_tensor_spans_queries_and_keys(case, cached, device, graphs):
     """T and S are primes that no model dimension equals, so a tensor with both is a mask or scores."""
     model = optimized(case, device)

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import FAMILIES, TOPK, left_padded, optimized, token_ids
+from cases import FAMILIES, TOPK, each_unlike, left_padded, optimized, token_ids
 from torch._inductor.utils import run_and_get_code
 
 import dsa_compile
@@ -19,7 +19,7 @@ def generate(model, ids, mask):
     return model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, eos_token_id=-1)
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@each_unlike(FAMILIES)
 def test_templates_give_the_tokens_of_the_references(case, device, recwarn):
     ids, mask = token_ids(3, 3 * TOPK, device), left_padded(3, 3 * TOPK, device)["attention_mask"]
     with mock.patch.object(configs, "refusal", return_value="a test wants the reference"):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import FAMILIES, NATIVE, left_padded, optimized, stock, token_ids
+from cases import FAMILIES, NATIVE, each_unlike, left_padded, optimized, stock, token_ids
 from oracles import float64_copy
 
 import dsa_compile
@@ -20,7 +20,7 @@ def assert_error_bounded(error, eager):
     assert error.max() <= WORST * eager.max()
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@each_unlike(FAMILIES)
 def test_bf16_error_is_bounded_by_that_of_eager_bf16(case, device):
     family, overrides = FAMILIES[case]
     # every key and every expert is chosen, so that no rounding of a score can change a set
