@@ -72,6 +72,11 @@ SCHEMAS = {
     "row_products": "(Tensor x, Tensor[] weights, ScalarType? dtype=None) -> Tensor",
     # Rows x[P, K], or one for all, each by the weights[E, N, K] of the expert that picks int64[P] names -> [P, N].
     "expert_products": "(Tensor x, Tensor weights, Tensor picks) -> Tensor",
+    # Router logits float32[T, E] and the bias [E] of the choice -> weights float32[T, topk] and experts int64[T, topk].
+    "route": (
+        "(Tensor logits, Tensor bias, int groups, int topk_groups, int topk, bool normalise, float scale) "
+        "-> (Tensor, Tensor)"
+    ),
     # `mla` over a pool, latent[B, S, R+P], of the rows of a prompt, of which a run chooses the form unless `form` says
     # it (`prefill_mla.limits.FORMS`): absorbed over the selected latents, or over expanded keys under a mask.
     "prefill_mla": (
@@ -242,6 +247,16 @@ def _expert_products(x: Tensor, weights: Tensor, picks: Tensor) -> Tensor:
 
     check_experts(x, weights, picks)
     return x.new_empty(picks.shape[0], weights.shape[1])
+
+
+@torch.library.register_fake("dsa::route")
+def _route(
+    logits: Tensor, bias: Tensor, groups: int, topk_groups: int, topk: int, normalise: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    from dsa_compile.lowering.route.limits import check
+
+    check(logits, bias, groups, topk_groups, topk)
+    return logits.new_empty(logits.shape[0], topk), logits.new_empty(logits.shape[0], topk, dtype=torch.int64)
 
 
 @torch.library.register_fake("dsa::prefill_mla")

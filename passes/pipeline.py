@@ -12,6 +12,7 @@ from dsa_compile.errors import ConfigError
 from dsa_compile.passes.absorb_mla import AbsorbMLA
 from dsa_compile.passes.base import Context, GraphPass
 from dsa_compile.passes.choose_form import ChooseForm
+from dsa_compile.passes.fuse_routing import FuseRouting
 from dsa_compile.passes.insert_indexer import InsertIndexer
 from dsa_compile.passes.overlap_indexer import OverlapIndexer
 from dsa_compile.passes.plan_selection import PlanSelection
@@ -30,6 +31,7 @@ PIPELINE: tuple[GraphPass, ...] = (
     AbsorbMLA(),
     ChooseForm(),
     OverlapIndexer(),
+    FuseRouting(),
     RowProducts(),
 )
 

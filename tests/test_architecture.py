@@ -29,6 +29,7 @@ LEVELS = {
     "dsa_compile.lowering.pages": 1,
     "dsa_compile.lowering.mtp_verify.limits": 1,
     "dsa_compile.lowering.prefill_mla.limits": 1,
+    "dsa_compile.lowering.route.limits": 1,
     "dsa_compile.lowering.row_products.limits": 1,
     "dsa_compile.lowering.select.limits": 1,
     "dsa_compile.lowering.sparse_mla.limits": 1,
@@ -43,6 +44,7 @@ MATHS = {
     "dsa_compile.lowering.cache_write.compact",
     "dsa_compile.lowering.keep_selection.previous",
     "dsa_compile.lowering.mtp_verify.greedy",
+    "dsa_compile.lowering.route.limits",
     "dsa_compile.lowering.row_products.limits",
     "dsa_compile.lowering.select.projections",
 }

@@ -1,4 +1,4 @@
-"""A model whose steps of one token run by products of rows says what it says without them."""
+"""A model whose steps of one token run by products of rows and fused routing says what it says without them."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ import torch
 import dsa_compile
 from dsa_compile.models import experts
 from dsa_compile.models.miniature import miniature
-from dsa_compile.passes import row_products
+from dsa_compile.passes import fuse_routing, row_products
 
-PRODUCTS = torch.ops.dsa.row_products.default, torch.ops.dsa.expert_products.default
+OPS = [getattr(torch.ops.dsa, name).default for name in ("row_products", "expert_products", "route")]
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,15 @@ def test_equal_tokens(family, plan, device, graphs, monkeypatch):
         prompt = torch.arange(3, 43, device=device)[None]
         return model.generate(prompt, max_new_tokens=6, do_sample=False)
 
-    monkeypatch.setattr(row_products, "on_gpu", lambda x: False)
+    for graph_pass in (row_products, fuse_routing):
+        monkeypatch.setattr(graph_pass, "on_gpu", lambda x: False)
     monkeypatch.setattr(experts, "on_gpu", lambda x: False)
     want = generated()
     torch._dynamo.reset()
     graphs.clear()
-    monkeypatch.setattr(row_products, "on_gpu", lambda x: True)
+    for graph_pass in (row_products, fuse_routing):
+        monkeypatch.setattr(graph_pass, "on_gpu", lambda x: True)
     monkeypatch.setattr(experts, "on_gpu", lambda x: not torch.is_grad_enabled())
     assert torch.equal(generated(), want)
     step = graphs[-1].graph
-    assert all(step.find_nodes(op="call_function", target=op) for op in PRODUCTS)
+    assert all(step.find_nodes(op="call_function", target=op) for op in OPS)
