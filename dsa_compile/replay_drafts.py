@@ -96,14 +96,12 @@ class DraftDecoder:
         """What verifies and drafts again, in place."""
         step, cache = self._graphs(width).ongoing, self._cache()
         tokens, uniforms = self._tokens[:, :width], self._uniforms[:, :width]
-        own = self._landed[:, : 1 + width], tokens, self._place.valid, self._states[:, :width]
+        landed, states = self._landed[:, : 1 + width], self._states[:, :width]
 
         def advance() -> None:
-            given = step(self._model, cache, tokens, self._place, self._last, self._sampling, uniforms)
-            for ours, tensor in zip(own, given):
-                ours.copy_(tensor)
+            step(self._model, cache, tokens, self._place, self._last, self._sampling, uniforms, landed, states)
 
-        return self._in_place(advance, own)
+        return self._in_place(advance, [landed, states, tokens, self._place.valid])
 
     def _in_place(self, run: Callable[[], None], written: Iterable[Tensor]) -> Callable[[], None]:
         """``run`` or, where steps are recorded, a replay of it; what it writes is as before."""

@@ -67,10 +67,11 @@ SCHEMAS = {
         "(Tensor grad_out, Tensor grad_lse, Tensor q_absorbed, Tensor q_pe, Tensor latent, Tensor? visible, "
         "Tensor? mask, Tensor? topk_indices, float scale, Tensor? block_table=None) -> (Tensor, Tensor, Tensor)"
     ),
-    # Rows x[R, K] by linear layers without biases, weights [N_i, K] -> [R * sum of N_i], rows [R, N_i] of one behind
-    # those of the other, in dtype (None: that of x). Whoever names a weight says that no kernel of a step changes it.
+    # Rows x[R, K] or [R, H, K / H] by linear layers without biases, weights [N_i, K] -> [R * sum of N_i], rows [R, N_i]
+    # of one behind those of the other, in dtype (None: that of x). Whoever names a weight says that no kernel of a step
+    # changes it.
     "row_products": "(Tensor x, Tensor[] weights, ScalarType? dtype=None) -> Tensor",
-    # Rows x[P, K], or one for all, each by the weights[E, N, K] of the expert that picks int64[P] names -> [P, N].
+    # Rows x[R, K], each by the weights[E, N, K] of the P / R experts that its part of picks int64[P] names -> [P, N].
     "expert_products": "(Tensor x, Tensor weights, Tensor picks) -> Tensor",
     # Router logits float32[T, E] and the bias [E] of the choice -> weights float32[T, topk] and experts int64[T, topk].
     "route": (

@@ -38,9 +38,9 @@ def routed_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top
 def _few_tokens(experts: Any, hidden_states: Tensor, picks: Tensor, weights: Tensor) -> Tensor:
     """[T, hidden]. ``picks``, ``weights``: [T, experts of a token]."""
     tokens, each = picks.shape
-    rows = hidden_states if tokens == 1 else hidden_states.repeat_interleave(each, 0)
-    gated = experts._apply_gate(torch.ops.dsa.expert_products.default(rows, experts.gate_up_proj, picks.flatten()))
-    products = torch.ops.dsa.expert_products.default(gated, experts.down_proj, picks.flatten())
+    multiply, experts_of = torch.ops.dsa.expert_products.default, picks.flatten()
+    gated = experts._apply_gate(multiply(hidden_states, experts.gate_up_proj, experts_of))
+    products = multiply(gated, experts.down_proj, experts_of)
     return (products.view(tokens, each, -1) * weights[..., None]).sum(1).to(hidden_states.dtype)
 
 

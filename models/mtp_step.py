@@ -67,21 +67,25 @@ def ongoing(
     last: Tensor,
     sampling: Sampling,
     uniforms: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`step`, and what the one behind it starts from, so that steps can follow each other without the host.
+    landed: Tensor,
+    states: Tensor,
+) -> None:
+    """`step` in place, so that steps can follow each other without the host.
 
     Args:
+        tokens: as in `step`; then those of the next step.
+        place: as in `step`; ``valid`` is then that of the next step.
         last: int64[B]; a sequence with so many tokens in the cache needs no step.
+        landed: int64[B, 1 + W], gets how many drafts were accepted, and the block.
+        states: [B, W, hidden], gets those of ``tokens``.
         model, ...: as in `step`, which has no repetition penalty.
-
-    Returns:
-        int64[B, 1 + W]: how many drafts were accepted, and the block. int64[B, W]: the next step's tokens. int64[B]:
-        its ``place.valid``. [B, W, hidden]: states of ``tokens``.
     """
     alive = place.alive & (place.valid < last)
-    block, accepted, following, states = step(model, cache, tokens, place._replace(alive=alive), sampling, uniforms)
-    valid = place.valid + torch.where(alive, accepted + 1, 0)
-    return torch.cat([accepted[:, None], block], 1), following, valid, states
+    block, accepted, following, found = step(model, cache, tokens, place._replace(alive=alive), sampling, uniforms)
+    landed.copy_(torch.cat([accepted[:, None], block], 1))
+    states.copy_(found)
+    tokens.copy_(following)
+    place.valid.add_(torch.where(alive, accepted + 1, 0))
 
 
 def verify(model: Any, cache: DSACache, tokens: Tensor, place: Place) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from dsa_compile.passes.base import Context, GraphPass
 from dsa_compile.passes.choose_form import ChooseForm
 from dsa_compile.passes.fuse_routing import FuseRouting
 from dsa_compile.passes.insert_indexer import InsertIndexer
+from dsa_compile.passes.outer_products import OuterProducts
 from dsa_compile.passes.overlap_indexer import OverlapIndexer
 from dsa_compile.passes.plan_selection import PlanSelection
 from dsa_compile.passes.raise_indexer import RaiseIndexer
@@ -31,6 +32,7 @@ PIPELINE: tuple[GraphPass, ...] = (
     AbsorbMLA(),
     ChooseForm(),
     OverlapIndexer(),
+    OuterProducts(),
     FuseRouting(),
     RowProducts(),
 )

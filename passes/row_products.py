@@ -64,49 +64,61 @@ class RowProducts(GraphPass):
 
     def rewrite(self, graph: Graph, match: _Match, context: Context) -> str:
         x = _operands(match.layers[0])[0]
+        K, inner = value_of(_operands(match.layers[0])[1]).shape[1], value_of(x).shape[-1]
+        part = 0 if inner == K else inner
         for first in range(0, len(match.layers), MOST_WEIGHTS):
             layers = match.layers[first : first + MOST_WEIGHTS]
             weights, values = [_operands(layer)[1] for layer in layers], [value_of(layer) for layer in layers]
-            for layer, product in zip(layers, emit(graph, match.layers[0], _multiplied, x, weights, values)):
+            for layer, product in zip(layers, emit(graph, match.layers[0], _multiplied, x, part, weights, values)):
                 layer.replace_all_uses_with(product)
         erase_dead(graph, *match.layers)
         return f"{len(match.layers)} of one input in a launch"
 
 
-def _multiplied(x: Any, weights: list[Any], wanted: list[torch.Tensor]) -> list[Any]:
-    """Products of few rows in one launch, each of the shape and dtype of its fake value in ``wanted``."""
+def _multiplied(x: Any, part: int, weights: list[Any], wanted: list[torch.Tensor]) -> list[Any]:
+    """Products of few rows in one launch, each of the shape and dtype of its fake value in ``wanted``.
+
+    ``part``: values of a row of ``x`` that lie side by side; 0: all.
+    """
     rows, dtypes = wanted[0].shape[:-1].numel(), {value.dtype for value in wanted}
     shared = torch.float32 if torch.float32 in dtypes else wanted[0].dtype
-    products = torch.ops.dsa.row_products.default(x.flatten().view(rows, -1), weights, shared)
-    parts = products.split([value.numel() for value in wanted])
+    flat = x.flatten().view(rows, -1) if rows == 1 or not part else x.reshape(rows, -1, part)
+    parts = torch.ops.dsa.row_products.default(flat, weights, shared).split([value.numel() for value in wanted])
     made = [parts[place].view(value.shape) for place, value in enumerate(wanted)]
     return [product if value.dtype == shared else product.to(value.dtype) for product, value in zip(made, wanted)]
 
 
 def _operands(layer: Node) -> tuple[Any, Any, Any]:
-    """Input, weight and bias of a linear layer; the former two as they were before views and conversions.
+    """Input, weight and bias of a linear layer; the former two as they were before conversions and, the input, views.
 
     Conversions but for those that round: of a layer in float32 those of its operands to float32.
     """
     named = dict(zip(("input", "weight", "bias"), layer.args)) | layer.kwargs
     dtype = value_of(layer).dtype
-    return _source(named["input"], dtype), _source(named["weight"], dtype), named.get("bias")
+    x, weight = named["input"], named["weight"]
+    while (source := _unconverted(_unviewed(x), dtype)) is not x:
+        x = source
+    return x, _unconverted(weight, dtype), named.get("bias")
 
 
-def _source(node: Any, dtype: torch.dtype) -> Any:
-    """What views of the same rows, and conversions that lose nothing, were made of; ``dtype`` is the layer's."""
-    while node.op == "call_method":
-        value, source = value_of(node), node.all_input_nodes[0]
-        if target_name(node) in ("view", "reshape"):
-            same = value.shape[-1] == value_of(source).shape[-1]
-        elif target_name(node) in ("to", "type", "float"):
-            same = value is value_of(source) or value.dtype == dtype == torch.float32
-        else:
+def _unviewed(rows: Any) -> Any:
+    """The same rows before a view that flattens tokens, or joins the heads of each."""
+    if rows.op != "call_method" or target_name(rows) not in ("view", "reshape", "contiguous"):
+        return rows
+    source = rows.all_input_nodes[0]
+    before, after = value_of(source).shape, value_of(rows).shape
+    joined = before[-1] == after[-1] or (len(before) > 2 and before[-2] * before[-1] == after[-1])
+    return source if joined else rows
+
+
+def _unconverted(x: Any, dtype: torch.dtype) -> Any:
+    """``x`` before conversions that lose nothing to a layer of ``dtype``."""
+    while x.op == "call_method" and target_name(x) in ("to", "type", "float"):
+        value, source = value_of(x), x.all_input_nodes[0]
+        if value is not value_of(source) and not value.dtype == dtype == torch.float32:
             break
-        if not same:
-            break
-        node = source
-    return node
+        x = source
+    return x
 
 
 def _few_rows(x: torch.Tensor) -> bool:

@@ -31,13 +31,19 @@ def _multiply(
     rows,
     N,
     K,
+    x_row,
+    x_part,
     ahead,
     ROWS: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """OUT[ROWS, N] at ``rows`` from the first tile of weights, which is there, and from those behind it."""
+    """OUT[ROWS, N] at ``rows`` from the first tile of weights, which is there, and from those behind it.
+
+    A row of X lies in parts of PART values, in one if that is 0; ``x_row`` and ``x_part`` are strides.
+    """
     columns = tl.arange(0, BLOCK_K)
     sums = (tl.zeros([BLOCK_N, BLOCK_K], tl.float32),) * ROWS
     for start in range(0, K, BLOCK_K):
@@ -45,9 +51,12 @@ def _multiply(
         following = start + BLOCK_K
         if following < K:
             ahead = _weights(W, rows, following + columns, N, K, EVEN)
+        place = start + columns
+        if PART > 0:
+            place = place // PART * x_part + place % PART
         new = sums[:0]
         for row in tl.static_range(ROWS):
-            x = tl.load(X + row * K + start + columns, mask=start + columns < K, other=0.0)
+            x = tl.load(X + row * x_row + place, mask=start + columns < K, other=0.0)
             new += (sums[row] + tile * x.to(tl.float32)[None, :],)
         sums = new
     for row in tl.static_range(ROWS):
@@ -67,7 +76,10 @@ def row_kernel(
     N2,
     N3,
     K,
+    x_row,
+    x_part,
     ROWS: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
@@ -93,7 +105,7 @@ def row_kernel(
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
-    _multiply(X, W, OUT, rows, N, K, first, ROWS, BLOCK_N, BLOCK_K, EVEN)
+    _multiply(X, W, OUT, rows, N, K, x_row, x_part, first, ROWS, PART, BLOCK_N, BLOCK_K, EVEN)
 
 
 @triton.jit
@@ -102,7 +114,7 @@ def expert_kernel(
     OUT,
     W,
     PICKS,
-    x_stride,
+    each,
     experts,
     N,
     K,
@@ -111,7 +123,7 @@ def expert_kernel(
     EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One row of programs a pick."""
+    """One row of programs a pick, of which ``each`` is of one row of X."""
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
@@ -122,6 +134,6 @@ def expert_kernel(
     if (pick >= 0) & (pick < experts):
         W += pick.to(tl.int64) * N * K
         first = _weights(W, rows, tl.arange(0, BLOCK_K), N, K, EVEN)
-        _multiply(X + place * x_stride, W, OUT, rows, N, K, first, 1, BLOCK_N, BLOCK_K, EVEN)
+        _multiply(X + place // each * K, W, OUT, rows, N, K, K, K, first, 1, 0, BLOCK_N, BLOCK_K, EVEN)
     else:
         tl.store(OUT + rows, tl.zeros([BLOCK_N], OUT.dtype.element_ty), mask=rows < N)

@@ -17,21 +17,24 @@ BYTES_WIDE = 2048
 
 @dataclass(frozen=True)
 class Config:
-    """Rows and columns of a tile of weights, and warps of a program."""
+    """Rows and columns of a tile of weights, warps of a program, and registers of a thread at most (None: any)."""
 
     block_n: int
     block_k: int
     num_warps: int
+    registers: int | None = None
 
 
 def config(K: int, itemsize: int, rows: int = 1) -> Config:
     """For weights of rows of ``K`` values: 2 rows of 2 KiB or, of short ones, 1 KiB.
 
     On an H200 the best of 40 tiles for all weights of DeepSeek-V3.2 but the narrowest, within 3 %. With several rows to
-    multiply a thread that held as many weights would spill its sums.
+    multiply a thread that held as many weights would spill its sums, as would two rows in the 64 registers that ptxas
+    settles for.
     """
     wide = K >= LONG
-    return Config(2, (BYTES_WIDE if wide else BYTES_WIDE // 2) // itemsize, 4 if wide and rows > 1 else 2)
+    width = (BYTES_WIDE if wide else BYTES_WIDE // 2) // itemsize
+    return Config(2, width, 2) if rows == 1 else Config(2, width, 4 if wide else 2, 128)
 
 
 def row_products_cuda(x: Tensor, weights: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
@@ -40,7 +43,8 @@ def row_products_cuda(x: Tensor, weights: list[Tensor], dtype: torch.dtype | Non
         return row_products(x, weights, dtype)
     from dsa_compile.lowering.row_products import kernel
 
-    rows, K = x.shape
+    x = x if x.stride(-1) == 1 and not x.is_contiguous() else x.contiguous().flatten(1)
+    rows, K = x.shape[0], x.shape[1:].numel()
     tile = config(K, x.element_size(), rows)
     weights = [weight.contiguous() for weight in weights]
     sizes = [weight.shape[0] for weight in weights]
@@ -48,14 +52,17 @@ def row_products_cuda(x: Tensor, weights: list[Tensor], dtype: torch.dtype | Non
     out = x.new_empty(rows * sum(sizes), dtype=dtype)
     with torch.cuda.device_of(x):
         kernel.row_kernel[(sum(-(-N // tile.block_n) for N in sizes),)](
-            x.contiguous(),
+            x,
             out,
             *weights,
             *weights[:1] * absent,
             *sizes,
             *[0] * absent,
             K,
+            x.stride(0),
+            x.stride(1),
             ROWS=rows,
+            PART=x.shape[2] if x.dim() == 3 else 0,
             **_options(tile, K, x.device),
         )
     return out
@@ -74,7 +81,7 @@ def expert_products_cuda(x: Tensor, weights: Tensor, picks: Tensor) -> Tensor:
     out = x.new_empty(P, N)
     with torch.cuda.device_of(x):
         kernel.expert_kernel[(-(-N // tile.block_n), P)](
-            x, out, weights, picks, K if x.shape[0] > 1 else 0, E, N, K, **_options(tile, K, x.device)
+            x, out, weights, picks, P // x.shape[0], E, N, K, **_options(tile, K, x.device)
         )
     return out
 
@@ -85,6 +92,7 @@ def _options(tile: Config, K: int, device: torch.device) -> dict[str, Any]:
         "BLOCK_K": tile.block_k,
         "EVEN": K % tile.block_k == 0,
         "num_warps": tile.num_warps,
+        "maxnreg": tile.registers,
         **_dependent(device),
     }
 

@@ -17,11 +17,12 @@ def check_rows(x: Tensor, weights: list[Tensor], dtype: torch.dtype | None) -> N
     Raises:
         InputError: naming the input, what was expected and what came.
     """
-    if x.dim() != 2 or not 0 < x.shape[0] <= MOST_ROWS or x.shape[1] == 0:
+    if x.dim() not in (2, 3) or not 0 < x.shape[0] <= MOST_ROWS or 0 in x.shape:
         raise InputError(
-            f"row_products: expected x[R, K] of 1 to {MOST_ROWS} rows, came {list(x.shape)}. Use F.linear for more."
+            f"row_products: expected x[R, K] or x[R, H, K / H] of 1 to {MOST_ROWS} rows, came {list(x.shape)}. Use "
+            "F.linear for more."
         )
-    K = x.shape[1]
+    K = x.shape[1:].numel()
     if dtype not in (None, x.dtype, torch.float32):
         raise InputError(f"row_products: expected dtype {x.dtype} as x or torch.float32, came {dtype}.")
     if not 0 < len(weights) <= MOST_WEIGHTS:
@@ -46,10 +47,10 @@ def check_experts(x: Tensor, weights: Tensor, picks: Tensor) -> None:
         raise InputError(
             f"expert_products: expected x[P, K] and weights[E, N, K], came {list(x.shape)} and {list(weights.shape)}."
         )
-    if picks.dim() != 1 or x.shape[0] not in (1, picks.shape[0]) or picks.is_floating_point():
+    if picks.dim() != 1 or not x.shape[0] or picks.shape[0] % x.shape[0] or picks.is_floating_point():
         raise InputError(
             f"expert_products: expected picks[P] of integers for x {list(x.shape)}, came {list(picks.shape)} of "
-            f"{picks.dtype}. Give one row for all picks, or one for each."
+            f"{picks.dtype}. Give each row equally many picks."
         )
     _check_kind("expert_products", "weights", weights, x)
     if picks.device != x.device:

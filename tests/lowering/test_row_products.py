@@ -44,16 +44,38 @@ def test_layers_one_behind_the_other(device, rows, sizes, K, dtype, exact, seed)
 
 
 @given(
-    P=st.integers(1, 5), shared=st.booleans(), K=st.sampled_from([5, 512, 513, 4096, 4100]), dtype=dtypes, seed=seeds
+    rows=st.integers(2, MOST_ROWS),
+    heads=st.sampled_from([2, 3, 40]),
+    part=st.sampled_from([1, 16, 24, 128]),
+    steps=st.booleans(),
+    dtype=dtypes,
+    seed=seeds,
 )
-def test_each_pick_by_its_own_expert(device, P, shared, K, dtype, seed):
+def test_rows_that_lie_in_parts(device, rows, heads, part, steps, dtype, seed):
+    """As a product by head leaves them, of sequences or of steps."""
     torch.manual_seed(seed)
-    E, N = 3, 9
-    x, weights = normal(1 if shared else P, K, device=device, dtype=dtype), normal(E, N, K, device=device, dtype=dtype)
+    weight = normal(7, heads * part, device=device, dtype=dtype)
+    x = normal(heads, rows, part, device=device, dtype=dtype).transpose(0, 1)
+    x = x if steps else x.contiguous()
+    want = F.linear(x.flatten(1).double(), weight.double()).flatten()
+    assert far(torch.ops.dsa.row_products(x, [weight]), want) <= ROUNDING[dtype]
+
+
+@given(
+    rows=st.integers(1, 4),
+    each=st.integers(1, 3),
+    K=st.sampled_from([5, 512, 513, 4096, 4100]),
+    dtype=dtypes,
+    seed=seeds,
+)
+def test_each_pick_by_its_own_expert(device, rows, each, K, dtype, seed):
+    torch.manual_seed(seed)
+    E, N, P = 3, 9, rows * each
+    x, weights = normal(rows, K, device=device, dtype=dtype), normal(E, N, K, device=device, dtype=dtype)
     picks = torch.randint(E, (P,), device=device)
     got = torch.ops.dsa.expert_products(x, weights, picks)
     assert (got.shape, got.dtype) == ((P, N), dtype)
-    want = torch.stack([weights[e].double() @ x.double()[0 if shared else p] for p, e in enumerate(picks)])
+    want = torch.stack([weights[e].double() @ x.double()[p // each] for p, e in enumerate(picks)])
     assert far(got, want) <= ROUNDING[dtype]
 
 
@@ -128,7 +150,7 @@ def row(K=8, rows=1, **kind):
 @pytest.mark.parametrize(
     ("x", "weights", "dtype", "message"),
     [
-        (row(rows=5), [row()], None, r"row_products: expected x\[R, K\] of 1 to 4 rows, came \[5, 8\]"),
+        (row(rows=5), [row()], None, r"row_products: expected x\[R, K\] or .* of 1 to 4 rows, came \[5, 8\]"),
         (row()[0], [row()], None, r"came \[8\]"),
         (row(), [], None, "expected 1 to 4 weights, came 0"),
         (row(), [row()] * 5, None, "expected 1 to 4 weights, came 5"),

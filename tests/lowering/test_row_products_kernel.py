@@ -21,8 +21,11 @@ for sizes, K, dtype in [((3, 8, 1, 5), 1300, torch.float32), ((7,), 4100, torch.
         want = row_products(x.double(), [w.double() for w in weights])
         got = row_products_cuda(x, weights, wanted)
         torch.testing.assert_close(got, want.to(wanted or dtype), rtol=2e-2, atol=2e-2 * K**0.5)
+    parts = torch.randn(K // 4, 2, 4).to(dtype).transpose(0, 1)
+    want = row_products(parts.double(), [w.double() for w in weights])
+    torch.testing.assert_close(row_products_cuda(parts, weights), want.to(dtype), rtol=2e-2, atol=2e-2 * K**0.5)
     experts, picks = torch.randn(3, 5, K).to(dtype), torch.tensor([2, -1, 0, 3])
-    for rows in (1, 4):
+    for rows in (1, 2, 4):
         x = torch.randn(rows, K).to(dtype)
         want = expert_products(x.double(), experts.double(), picks)
         got = expert_products_cuda(x, experts, picks)
@@ -39,16 +42,21 @@ def test_interpreted_kernels_equal_the_references(tmp_path):
 
 
 @pytest.mark.skipif(gpu, reason="compiled for a GPU that is not there")
-@pytest.mark.parametrize(("K", "most"), [(1536, 1), (7168, 1), (1536, MOST_ROWS), (7168, MOST_ROWS)])
+@pytest.mark.parametrize("K", [1536, 7168])
+@pytest.mark.parametrize("most", [1, 2, MOST_ROWS])
 def test_first_weights_are_asked_for_before_the_wait(K, most, tmp_path):
     from dsa_compile.lowering.row_products import kernel
 
     tile = config(K, 2, most)
     sizes = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN": True, "DEPENDENT": True}
     options = {"num_warps": tile.num_warps, "launch_pdl": True}
+    options |= {"maxnreg": tile.registers} if tile.registers else {}
     rows, experts = (
         hopper.compiled_kernel(which, POINTERS, chosen, tmp_path, multiples=["N", "K"], **options)
-        for which, chosen in ((kernel.row_kernel, sizes | {"ROWS": most}), (kernel.expert_kernel, sizes))
+        for which, chosen in (
+            (kernel.row_kernel, sizes | {"ROWS": most, "PART": 128 if most > 1 else 0}),
+            (kernel.expert_kernel, sizes),
+        )
     )
     for made in (rows, experts):
         assert made.stack == 0

@@ -53,6 +53,29 @@ def test_more_rows_are_left_without_a_word():
     assert not check(Layers(), rows=MOST_ROWS + 1, matches=0).entries
 
 
+class Output(nn.Module):
+    """Behind a product by head, whose rows lie head by head."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 5, bias=False).double()
+
+    def forward(self, heads):
+        rows = heads.transpose(0, 1).unsqueeze(0)
+        return self.layer(rows.reshape(1, rows.shape[1], -1).contiguous())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_that_lie_by_head_are_read_as_they_lie(rows):
+    with torch.no_grad():
+        heads = torch.randn(2, rows, 3, dtype=torch.float64)
+        outcome = PassHarness(RowProducts())(Output(), heads, matches=1, ops={PRODUCTS: 1}, atol=1e-14)
+    (node,) = outcome.nodes(torch.ops.dsa.row_products.default)
+    x = outcome.values[node.args[0]]
+    assert x.shape == ((1, 6) if rows == 1 else (rows, 2, 3))
+    assert x.stride()[-2:] == ((6, 1) if rows == 1 else (3 * rows, 1))
+
+
 class Router(nn.Module):
     """Beside another layer of its input, whose rows it flattens and converts, as transformers' routers do."""
 
