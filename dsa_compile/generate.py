@@ -22,6 +22,7 @@ from dsa_compile.errors import CacheCapacityError
 from dsa_compile.models.mtp_step import Graphs, Place
 from dsa_compile.pace import Pace
 from dsa_compile.progress import Progress, is_length_or_eos
+from dsa_compile.replay import Landing
 from dsa_compile.replay_drafts import DraftDecoder
 from dsa_compile.sampling import Sampling
 from dsa_compile.steps import Arriving, BetweenGraphs, InGraph, OneByOne, Stepper
@@ -109,10 +110,13 @@ def sample(
     progress = Progress(input_ids, stopping_criteria, generation_config, streamer)
     check_capacity(model, model_kwargs, progress.limit)
     cache, first = first_tokens(model, input_ids, logits_processor, generation_config, model_kwargs)
-    progress.take(first.tolist())
+    landing = Landing(first)
+    landing.send(first, len(first))
+    # from here on the host works while the device is at the prompt
     sampling = sampling_of(model, logits_processor, generation_config)
     valid, state = cache.lengths.valid, cache.lengths.state
-    place = Place(valid, _alive(progress, valid.device), model_kwargs["position_ids"][:, -1] + 1 - valid)
+    alive = torch.ones_like(valid, dtype=torch.bool)
+    place = Place(valid, alive, model_kwargs["position_ids"][:, -1] + 1 - valid)
 
     def begin(drafts: int) -> Stepper:
         assert state is not None
@@ -134,13 +138,18 @@ def sample(
         return OneByOne(step, tokens, place)
 
     with model._optimize_model_for_decode():
-        statistics = _decode(begin, model.dsa.drafts, pace, cache, progress)
+        statistics = _decode(begin, landing.wait, model.dsa.drafts, pace, cache, progress)
     made = partial(GenerateMTPOutput, past_key_values=cache, mtp=statistics)
     return ended(progress, generation_config, made)
 
 
 def _decode(
-    begin: Callable[[int], Stepper], most: int, pace: Pace | None, cache: DSACache, progress: Progress
+    begin: Callable[[int], Stepper],
+    first: Callable[[], list[list[int]]],
+    most: int,
+    pace: Pace | None,
+    cache: DSACache,
+    progress: Progress,
 ) -> MTPStatistics:
     """Steps until every sequence is finished.
 
@@ -148,16 +157,20 @@ def _decode(
     step ahead, what it appended to a sequence that turns out to be finished lies behind the sequence's length.
 
     Args:
-        begin: makes steps, of which the first has so many drafts. most: drafts of a step.
+        begin: makes steps, of which the first has so many drafts. first: waits for the prompt's tokens.
+        most: drafts of a step.
     """
-    start = begun = time.perf_counter()
     state: Any = cache.lengths.state  # of the last token in the cache
     verified, steps_of, accepted_at = 0, [0] * (most + 1), [0] * most
     try:
         drafts = pace.drafts() if pace else most
-        stepper = None if all(progress.finished) else begin(drafts)
+        stepper = begin(drafts)
+        progress.take(first())
+        start = begun = time.perf_counter()
+        if any(progress.finished):
+            stepper.finish(progress.finished)
         ahead: Arriving | None = None
-        while stepper is not None and not all(progress.finished):
+        while not all(progress.finished):
             arriving = ahead or stepper.advance(drafts)
             ahead = stepper.advance(drafts) if stepper.looks_ahead and progress.outlasts_a_step() else None
             running = [row for row, finished in enumerate(progress.finished) if not finished]
@@ -188,10 +201,6 @@ def _with_last(state: Tensor, states: Tensor, columns: dict[int, int]) -> Tensor
     column = torch.tensor(wanted, pin_memory=state.is_cuda).to(state.device, non_blocking=True)[:, None, None]
     chosen = states.gather(1, column.clamp(min=0).expand(-1, 1, states.shape[2]))
     return torch.where(column[:, 0] >= 0, chosen[:, 0], state)
-
-
-def _alive(progress: Progress, device: torch.device) -> Tensor:
-    return ~torch.tensor(progress.finished, device=device)
 
 
 def first_tokens(

@@ -20,12 +20,22 @@ class Landing:
         self._copied = torch.cuda.Event() if like.is_cuda else None
         self._rows = 0
 
-    def send(self, tokens: Tensor, rows: int) -> None:
-        """Start a copy of ``tokens``, of which the first ``rows`` are asked for."""
+    def send(self, tokens: Tensor, rows: int, beside: torch.cuda.Stream | None = None) -> None:
+        """Start a copy of ``tokens``, of which the first ``rows`` are asked for.
+
+        ``beside``: the stream to copy on, so that what comes next need not wait; then ``tokens`` must stay meanwhile.
+        """
         self._rows = rows
-        self._there.copy_(tokens, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(tokens.device))
+        if self._copied is None:
+            self._there.copy_(tokens)
+            return
+        main = torch.cuda.current_stream(tokens.device)
+        stream = main if beside is None else beside
+        if stream is not main:
+            stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            self._there.copy_(tokens, non_blocking=True)
+            self._copied.record(stream)
 
     def wait(self) -> list[list[int]]:
         """What was sent last, once it is there."""

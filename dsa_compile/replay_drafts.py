@@ -18,7 +18,8 @@ class DraftDecoder:
     """Steps that verify drafts and draft again, of any number of drafts, each number in a recording of its own.
 
     As in `dsa_compile.replay.Decoder` all lies in place, and a recording is good for as long as `addresses` stay. A
-    sequence that has all its tokens ends on the device, before the host knows.
+    sequence that has all its tokens ends on the device, before the host knows. What a step gives lies in one of two
+    places, and travels to the host while the next step fills the other.
 
     Args:
         graphs: by the width of a step, compiled or not. cache: of which ``start`` may use the first sequences.
@@ -40,9 +41,12 @@ class DraftDecoder:
         self._place = nowhere(B, device)
         self._last = torch.zeros(B, dtype=torch.int64, device=device)
         self._uniforms = torch.zeros(B, W, device=device)
-        self._landed = torch.zeros(B, 1 + W, dtype=torch.int64, device=device)
-        self._states = torch.zeros(B, W, model.config.hidden_size, dtype=model.dtype, device=device)
-        self._landings = [(Landing(self._landed), torch.zeros_like(self._states)) for _ in range(2)]
+        self._before = torch.zeros(B, W, model.config.hidden_size, dtype=model.dtype, device=device)
+        self._turn, self._slot = torch.zeros(1, dtype=torch.int64, device=device), 0
+        self._landed = torch.zeros(2, B, 1 + W, dtype=torch.int64, device=device)
+        self._states = torch.zeros(2, *self._before.shape, dtype=model.dtype, device=device)
+        self._landings = [Landing(self._landed[0]) for _ in range(2)]
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._steps: dict[int, Callable[[], None]] = {}
         self._starts: dict[int, Callable[[], None]] = {}
         self._rows, self._recorded, self.bytes = B, recorded, 0
@@ -60,7 +64,9 @@ class DraftDecoder:
         put(self._place, place)
         self._last[:B] = place.valid + new - 1
         self._tokens[:B] = first
-        self._states[:B] = state[:, None]
+        self._before[:B] = state[:, None]
+        self._turn.zero_()
+        self._slot = 0
         if width not in self._starts:
             self._starts[width] = self._start_of(width)
         self._starts[width]()
@@ -73,10 +79,10 @@ class DraftDecoder:
         if not self._sampling.greedy:
             self._uniforms.uniform_()
         self._steps[width]()
-        (landing, states), self._landings = self._landings[0], self._landings[::-1]
-        landing.send(self._landed, self._rows)
-        states.copy_(self._states)
-        return Arriving(drafts, landing.wait, states)
+        slot, self._slot = self._slot, 1 - self._slot
+        landing = self._landings[slot]
+        landing.send(self._landed[slot], self._rows, self._beside)
+        return Arriving(drafts, landing.wait, self._states[slot])
 
     def finish(self, finished: list[bool]) -> None:
         """Leave these sequences as they are from the next step on, without a wait for the device."""
@@ -85,7 +91,7 @@ class DraftDecoder:
     def _start_of(self, width: int) -> Callable[[], None]:
         """What drafts behind the first tokens, in place."""
         draft, cache = self._graphs(width).draft, self._cache()
-        tokens, states, count = self._tokens[:, :width], self._states[:, :width], torch.ones_like(self._last)
+        tokens, states, count = self._tokens[:, :width], self._before[:, :width], torch.ones_like(self._last)
 
         def start() -> None:
             tokens.copy_(draft(self._model, cache, tokens, states, count, self._place))
@@ -96,12 +102,13 @@ class DraftDecoder:
         """What verifies and drafts again, in place."""
         step, cache = self._graphs(width).ongoing, self._cache()
         tokens, uniforms = self._tokens[:, :width], self._uniforms[:, :width]
-        landed, states = self._landed[:, : 1 + width], self._states[:, :width]
+        turn, landed, states = self._turn, self._landed[..., : 1 + width], self._states[:, :, :width]
 
         def advance() -> None:
-            step(self._model, cache, tokens, self._place, self._last, self._sampling, uniforms, landed, states)
+            place, last = self._place, self._last
+            step(self._model, cache, tokens, place, last, self._sampling, uniforms, turn, landed, states)
 
-        return self._in_place(advance, [landed, states, tokens, self._place.valid])
+        return self._in_place(advance, [turn, landed, states, tokens, self._place.valid])
 
     def _in_place(self, run: Callable[[], None], written: Iterable[Tensor]) -> Callable[[], None]:
         """``run`` or, where steps are recorded, a replay of it; what it writes is as before."""

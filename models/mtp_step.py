@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsa_compile.cache import DSACache, visible_from
-from dsa_compile.lowering.mtp_verify.greedy import likeliest, verify_greedily
+from dsa_compile.lowering.mtp_verify.greedy import leading, likeliest
 from dsa_compile.models.mtp import rows_at, run_mtp
 from dsa_compile.sampling import Sampling
 
@@ -67,6 +67,7 @@ def ongoing(
     last: Tensor,
     sampling: Sampling,
     uniforms: Tensor,
+    turn: Tensor,
     landed: Tensor,
     states: Tensor,
 ) -> None:
@@ -76,14 +77,16 @@ def ongoing(
         tokens: as in `step`; then those of the next step.
         place: as in `step`; ``valid`` is then that of the next step.
         last: int64[B]; a sequence with so many tokens in the cache needs no step.
-        landed: int64[B, 1 + W], gets how many drafts were accepted, and the block.
-        states: [B, W, hidden], gets those of ``tokens``.
+        turn: int64[1], which of two places below this step writes; then the other.
+        landed: int64[2, B, 1 + W], gets how many drafts were accepted, and the block.
+        states: [2, B, W, hidden], gets those of ``tokens``.
         model, ...: as in `step`, which has no repetition penalty.
     """
     alive = place.alive & (place.valid < last)
     block, accepted, following, found = step(model, cache, tokens, place._replace(alive=alive), sampling, uniforms)
-    landed.copy_(torch.cat([accepted[:, None], block], 1))
-    states.copy_(found)
+    landed.index_copy_(0, turn, torch.cat([accepted[:, None], block], 1)[None])
+    states.index_copy_(0, turn, found[None])
+    turn.copy_(1 - turn)
     tokens.copy_(following)
     place.valid.add_(torch.where(alive, accepted + 1, 0))
 
@@ -127,16 +130,18 @@ def settle(
     """
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     if greedy:
-        accepted, following = verify_greedily(target, tokens[:, 1:])
+        chosen = likeliest(target)
+        accepted = leading(chosen[:, :-1] == tokens[:, 1:])
     else:
         accepted, following = torch.ops.dsa.mtp_verify.default(target, tokens[:, 1:], None, uniforms, False)
-    shifted = torch.cat([tokens[:, 1:], following[:, None]], 1)
-    block = torch.where(columns < accepted[:, None], shifted, following[:, None])
+        shifted = torch.cat([tokens[:, 1:], following[:, None]], 1)
+        chosen = torch.where(columns < accepted[:, None], shifted, following[:, None])
+    block = chosen.gather(1, columns.minimum(accepted[:, None]))
     right_aligned = (columns - columns[-1] + accepted[:, None]).clamp(min=0)
     drafts = draft(
         model,
         cache,
-        block.gather(1, right_aligned),
+        chosen.gather(1, right_aligned),
         rows_at(states, right_aligned),
         accepted + 1,
         place._replace(valid=place.valid + accepted + 1),

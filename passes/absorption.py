@@ -15,11 +15,13 @@ def replace_by_sparse_mla(graph: Graph, mla: Node) -> Node:
     """``dsa::mla`` -> einsum, ``dsa::sparse_mla``, einsum, with the same visibility and selection."""
     args = arguments(mla)
     latent = latent_pool(graph, mla, args["c_kv"], args["k_pe"])
+    q_nope, q_pe = _halves(graph, mla, args["q"], args["nope"])
     result: Node = emit(
         graph,
         mla,
         _absorbed,
-        args["q"],
+        q_nope,
+        q_pe,
         latent,
         args["kv_b_weight"],
         args["visible"],
@@ -31,12 +33,25 @@ def replace_by_sparse_mla(graph: Graph, mla: Node) -> Node:
     )
     mla.replace_all_uses_with(result)
     graph.erase_node(mla)
-    erase_dead(graph, args["c_kv"], args["k_pe"])
+    erase_dead(graph, args["q"], args["c_kv"], args["k_pe"])
     return result
 
 
+def _halves(graph: Graph, before: Node, q: Node, nope: int) -> tuple[Node, Node]:
+    """q[..., :nope] and q[..., nope:]; what a concatenation, which copies them, was made of."""
+    parts = q.args[0] if q.target is torch.cat and q.args else None
+    dim = q.kwargs.get("dim", q.args[1] if len(q.args) > 1 else 0)
+    if isinstance(parts, (list, tuple)) and len(parts) == 2 and dim in (-1, 3):
+        first, second = parts
+        if isinstance(first, Node) and isinstance(second, Node) and value_of(first).shape[-1] == nope:
+            return first, second
+    halves: tuple[Node, Node] = emit(graph, before, lambda q: (q[..., :nope], q[..., nope:]), q)
+    return halves
+
+
 def _absorbed(
-    q: Tensor,
+    q_nope: Tensor,
+    q_pe: Tensor,
     latent: Tensor,
     kv_b_weight: Tensor,
     visible: Tensor | None,
@@ -48,9 +63,8 @@ def _absorbed(
     scale: float,
 ) -> Tensor:
     weight = kv_b_weight.unflatten(0, (n_heads, -1))
-    q_absorbed = torch.einsum("bhtn,hnr->bthr", q[..., :nope], weight[:, :nope])
-    q_pe = q[..., nope:].transpose(1, 2)
-    out = torch.ops.dsa.sparse_mla.default(q_absorbed, q_pe, latent, visible, mask, topk_indices, scale)
+    q_absorbed = torch.einsum("bhtn,hnr->bthr", q_nope, weight[:, :nope])
+    out = torch.ops.dsa.sparse_mla.default(q_absorbed, q_pe.transpose(1, 2), latent, visible, mask, topk_indices, scale)
     return torch.einsum("bthr,hvr->bthv", out[0], weight[:, nope:])
 
 
