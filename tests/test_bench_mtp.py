@@ -27,7 +27,7 @@ class Steady(Clock):
 def uncompiled(monkeypatch):
     monkeypatch.setattr(timing, "Gpu", Cpu)
     monkeypatch.setattr(mtp, "Clock", Steady)
-    monkeypatch.setattr(mtp, "apart", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(mtp, "side_by_side", lambda function, calls: [function(*arguments) for arguments in calls])
     monkeypatch.setattr(mtp, "optimize", lambda model, mode, **options: dsa_compile.prepare(model, **options))
     monkeypatch.setattr(mtp, "WARM_UP", 1)
     monkeypatch.setattr(mtp, "RUNS", 1)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from dsa_compile.api import optimize
 from dsa_compile.bench import timing
-from dsa_compile.bench.apart import apart
+from dsa_compile.bench.apart import side_by_side, turn
 from dsa_compile.cli.checkpoints import load
 from dsa_compile.measure import Clock
 from dsa_compile.models.preparation import trained_indexers
@@ -67,6 +67,7 @@ def mtp(
     new_tokens: int = 128,
     dtype: str = "float32",
     mode: str = "reduce-overhead",
+    at_once: int = 1,
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Generate greedily from needle prompts on the current GPU, and print a table for each batch and context.
@@ -75,7 +76,8 @@ def mtp(
 
     Args:
         checkpoint: a folder with a model and its MTP layer. mode: of ``torch.compile``, for ours.
-        out: a JSON file for the figures, written after each row.
+        at_once: ways that compile side by side; they are timed one after another.
+        out: a JSON file for the figures, written after each group of these.
 
     Returns:
         The figures; ``"wrong"`` names the rows whose tokens are not those of plain decoding. They have no speed.
@@ -90,15 +92,16 @@ def mtp(
         setting, rows = Setting(checkpoint, batch, context, new_tokens, dtype, mode), list[Row]()
         figures["settings"].append(entry := {**asdict(setting), "checkpoint": str(checkpoint), "rows": []})
         plain = torch.empty(0)
-        for way in (*dict.fromkeys((0, *drafts)), *([THEIRS] if batch == 1 else [])):
-            progress.print(f"{setting.title}: {way}", style="dim")
-            row, tokens = apart(measured, setting, way)
-            plain = tokens if way == 0 else plain
-            if not row.refused and plain.numel() and not torch.equal(tokens, plain):
-                row = Row(row.way, refused="wrong")
-                figures["wrong"].append(f"{setting.title}: {row.way}")
-            rows.append(row)
-            entry["rows"].append(asdict(row))
+        ways = (*dict.fromkeys((0, *drafts)), *([THEIRS] if batch == 1 else []))
+        for group in (ways[i : i + at_once] for i in range(0, len(ways), at_once)):
+            progress.print(f"{setting.title}: {', '.join(map(str, group))}", style="dim")
+            for way, (row, tokens) in zip(group, side_by_side(measured, [(setting, way) for way in group])):
+                plain = tokens if way == 0 else plain
+                if not row.refused and plain.numel() and not torch.equal(tokens, plain):
+                    row = Row(row.way, refused="wrong")
+                    figures["wrong"].append(f"{setting.title}: {row.way}")
+                rows.append(row)
+                entry["rows"].append(asdict(row))
             if out is not None:
                 out.write_text(json.dumps(figures, indent=1) + "\n")
         Console(width=None if sys.stdout.isatty() else 160).print(table(setting, rows, gpu.name))
@@ -140,7 +143,8 @@ def measured(setting: Setting, way: int | str) -> tuple[Row, Tensor]:
         decoded = setting.batch * (setting.new_tokens - 1)  # the first token of a sequence comes from its prompt
         drafted = getattr(output, "mtp", None)
         row.accept_length = decoded / (drafted.verified if drafted else len(steps) - 1 if steps else decoded)
-        row.rate = decoded / median(generate()[1] for _ in range(RUNS))
+        with turn():
+            row.rate = decoded / median(generate()[1] for _ in range(RUNS))
         return row, output.sequences.cpu()
     except torch.OutOfMemoryError:
         return Row(row.way, refused="out of memory"), torch.empty(0)

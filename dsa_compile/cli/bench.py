@@ -96,11 +96,12 @@ def bench_mtp(
     mode: Annotated[str | None, typer.Option(help="Of torch.compile. Default: its fastest one.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of the slice. Default: 32.", min=1)] = None,
     experts: Annotated[bool | None, typer.Option(help="32 real experts a layer of the slice, or a dense MLP.")] = None,
+    at_once: Annotated[int | None, typer.Option(help="Ways to generate that compile side by side.", min=1)] = None,
     out: Out = None,
 ) -> None:
     """Time generation by drafts, or the steps of a large model's slice, on a GPU; exits with 1 if tokens differ."""
     shared = {"batches": batch, "contexts": context, "drafts": drafts, "mode": mode}
-    generating = {"new_tokens": new_tokens, "dtype": dtype}
+    generating = {"new_tokens": new_tokens, "dtype": dtype, "at_once": at_once}
     stepping = {"layers": layers, "experts": experts}
     with one_line_errors():
         _check_one_way(checkpoint, slice, stepping if checkpoint else generating)
