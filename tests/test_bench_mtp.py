@@ -71,6 +71,18 @@ def test_other_tokens_than_those_of_plain_decoding_are_wrong_and_have_no_speed(u
     assert "wrong" in result.stdout
 
 
+def test_transformers_may_round_to_other_tokens_and_is_timed(uncompiled, monkeypatch, tmp_path):
+    def measured(setting, way):
+        return mtp.Row(str(way), rate=100.0, accept_length=2.0), torch.tensor([[1, 2, 3 + (way == THEIRS)]])
+
+    monkeypatch.setattr(mtp, "measured", measured)
+    result = bench("mtp", *ASKED, "--batch", 1, "--drafts", 1, "--out", tmp_path / "figures.json")
+    assert result.exit_code == 0, result.output
+    rows = rows_of(tmp_path / "figures.json")
+    assert (rows[THEIRS]["rate"], rows[THEIRS]["differs"], rows["1"]["differs"]) == (100.0, True, False)
+    assert "other tokens" in result.stdout
+
+
 def test_where_plain_decoding_does_not_fit_nothing_is_wrong(uncompiled, monkeypatch, tmp_path):
     def measured(setting, way):
         row = mtp.Row(str(way), rate=100.0, accept_length=2.0) if way else mtp.Row("0", refused="out of memory")
