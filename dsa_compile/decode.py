@@ -11,7 +11,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from dsa_compile.cache import DSACache
 from dsa_compile.generate import check_capacity, count_new, ended, first_tokens, refusal, sampling_of
 from dsa_compile.progress import Progress
-from dsa_compile.replay import Decoder
+from dsa_compile.replay import Decoder, Landing
 from dsa_compile.sampling import Sampling
 
 
@@ -49,10 +49,16 @@ def decode(
     progress = Progress(input_ids, stopping_criteria, generation_config, streamer)
     check_capacity(model, model_kwargs, progress.limit)
     cache, first = first_tokens(model, input_ids, logits_processor, generation_config, model_kwargs)
-    progress.take(first.tolist())
-    if not all(progress.finished):
+    landing = Landing(first)
+    landing.send(first, len(first))
+    made = None
+    if progress.limit > 1:  # the host works while the device is at the prompt
         made = decoder(cache, sampling)
         made.start(first, cache.lengths.valid, model_kwargs["position_ids"][:, -1] + 1, input_ids)
+    progress.take(landing.wait())
+    if made is not None and not all(progress.finished):
+        if any(progress.finished):
+            made.finish(progress.finished)
         run(made, progress)
     count_new(cache, progress)
     return ended(progress, generation_config, partial(GenerateDecoderOnlyOutput, past_key_values=cache))

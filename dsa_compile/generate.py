@@ -164,13 +164,13 @@ def _decode(
     verified, steps_of, accepted_at = 0, [0] * (most + 1), [0] * most
     try:
         drafts = pace.drafts() if pace else most
-        stepper = begin(drafts)
+        stepper = begin(drafts) if progress.limit > 1 else None
         progress.take(first())
         start = begun = time.perf_counter()
-        if any(progress.finished):
+        if stepper is not None and any(progress.finished):
             stepper.finish(progress.finished)
         ahead: Arriving | None = None
-        while not all(progress.finished):
+        while stepper is not None and not all(progress.finished):
             arriving = ahead or stepper.advance(drafts)
             ahead = stepper.advance(drafts) if stepper.looks_ahead and progress.outlasts_a_step() else None
             running = [row for row, finished in enumerate(progress.finished) if not finished]

@@ -45,6 +45,35 @@ class Landing:
         return tokens[: self._rows]
 
 
+class Landings:
+    """Two places that steps fill in turn: what one gave travels to the host while the next fills the other.
+
+    Attributes:
+        turn: int64[1], the place that the next step fills; a step changes it.
+        tokens: int64[2, B, n], the places.
+    """
+
+    def __init__(self, batch_size: int, columns: int, device: torch.device) -> None:
+        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(2, batch_size, columns, dtype=torch.int64, device=device)
+        self._place, self._landings = 0, [Landing(self.tokens[0]) for _ in range(2)]
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin(self) -> None:
+        """The first step is next."""
+        self.turn.zero_()
+        self._place = 0
+
+    def send(self, rows: int) -> tuple[Landing, int]:
+        """Behind a step: where its first ``rows`` arrive, and the place that it filled.
+
+        Both are gone when the step behind the next one is started.
+        """
+        place, self._place = self._place, 1 - self._place
+        self._landings[place].send(self.tokens[place], rows, self._beside)
+        return self._landings[place], place
+
+
 class Decoder:
     """Steps of one token for each sequence of a cache.
 
@@ -61,24 +90,22 @@ class Decoder:
     """
 
     def __init__(
-        self, model: Any, step: Callable[..., Tensor], cache: DSACache, sampling: Sampling, *, recorded: bool
+        self, model: Any, step: Callable[..., None], cache: DSACache, sampling: Sampling, *, recorded: bool
     ) -> None:
         B, device = cache.batch_size, cache.device
         self._tokens = torch.zeros(B, 1, dtype=torch.int64, device=device)
         self._place = nowhere(B, device)
         self._uniforms = torch.zeros(B, 1, device=device)
         self._rows, self._greedy, self.bytes = B, sampling.greedy, 0
-        self._landings = Landing(self._tokens), Landing(self._tokens)
+        self._landings = Landings(B, 1, device)
         self._seen: Tensor | None = None
         if sampling.penalises:
             self._seen = torch.zeros(B, model.config.vocab_size, dtype=torch.bool, device=device)
             sampling = replace(sampling, seen=self._seen)
+        turn, landed = self._landings.turn, self._landings.tokens
 
         def advance() -> None:
-            self._tokens.copy_(step(model, cache, self._tokens, self._place, sampling, self._uniforms))
-            self._place.valid.add_(self._place.alive)
-            if self._seen is not None:
-                self._seen.scatter_(1, self._tokens, True)
+            step(model, cache, self._tokens, self._place, sampling, self._uniforms, turn, landed)
 
         self._advance = advance
         if recorded:
@@ -94,6 +121,7 @@ class Decoder:
         """
         B = tokens.shape[0]
         self._rows = B
+        self._landings.begin()
         self._tokens[:B] = tokens
         put(self._place, Place(valid, torch.ones_like(valid, dtype=torch.bool), positions - valid))
         if self._seen is not None:
@@ -113,9 +141,7 @@ class Decoder:
     def advance(self) -> Landing:
         """Start a step; its tokens arrive while the next one runs, and are gone when the one behind that is started."""
         self.launch()
-        landing, self._landings = self._landings[0], self._landings[::-1]
-        landing.send(self._tokens, self._rows)
-        return landing
+        return self._landings.send(self._rows)[0]
 
 
 def nowhere(batch_size: int, device: torch.device) -> Place:

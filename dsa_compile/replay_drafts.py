@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsa_compile.cache import DSACache
 from dsa_compile.models.mtp_step import Graphs, Place
-from dsa_compile.replay import Landing, end, nowhere, put, record
+from dsa_compile.replay import Landings, end, nowhere, put, record
 from dsa_compile.sampling import Sampling
 from dsa_compile.steps import Arriving
 
@@ -42,11 +42,8 @@ class DraftDecoder:
         self._last = torch.zeros(B, dtype=torch.int64, device=device)
         self._uniforms = torch.zeros(B, W, device=device)
         self._before = torch.zeros(B, W, model.config.hidden_size, dtype=model.dtype, device=device)
-        self._turn, self._slot = torch.zeros(1, dtype=torch.int64, device=device), 0
-        self._landed = torch.zeros(2, B, 1 + W, dtype=torch.int64, device=device)
+        self._landings = Landings(B, 1 + W, device)
         self._states = torch.zeros(2, *self._before.shape, dtype=model.dtype, device=device)
-        self._landings = [Landing(self._landed[0]) for _ in range(2)]
-        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._steps: dict[int, Callable[[], None]] = {}
         self._starts: dict[int, Callable[[], None]] = {}
         self._rows, self._recorded, self.bytes = B, recorded, 0
@@ -65,8 +62,7 @@ class DraftDecoder:
         self._last[:B] = place.valid + new - 1
         self._tokens[:B] = first
         self._before[:B] = state[:, None]
-        self._turn.zero_()
-        self._slot = 0
+        self._landings.begin()
         if width not in self._starts:
             self._starts[width] = self._start_of(width)
         self._starts[width]()
@@ -79,10 +75,8 @@ class DraftDecoder:
         if not self._sampling.greedy:
             self._uniforms.uniform_()
         self._steps[width]()
-        slot, self._slot = self._slot, 1 - self._slot
-        landing = self._landings[slot]
-        landing.send(self._landed[slot], self._rows, self._beside)
-        return Arriving(drafts, landing.wait, self._states[slot])
+        landing, place = self._landings.send(self._rows)
+        return Arriving(drafts, landing.wait, self._states[place])
 
     def finish(self, finished: list[bool]) -> None:
         """Leave these sequences as they are from the next step on, without a wait for the device."""
@@ -102,7 +96,8 @@ class DraftDecoder:
         """What verifies and drafts again, in place."""
         step, cache = self._graphs(width).ongoing, self._cache()
         tokens, uniforms = self._tokens[:, :width], self._uniforms[:, :width]
-        turn, landed, states = self._turn, self._landed[..., : 1 + width], self._states[:, :, :width]
+        turn, landed = self._landings.turn, self._landings.tokens[..., : 1 + width]
+        states = self._states[:, :, :width]
 
         def advance() -> None:
             place, last = self._place, self._last
