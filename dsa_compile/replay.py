@@ -170,7 +170,7 @@ def record(advance: Callable[[], None], device: torch.device) -> tuple[Callable[
     torch.cuda.empty_cache()  # as a capture does first: what it frees is not what it takes
     free = torch.cuda.mem_get_info(device)[0]
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.device(device), torch.cuda.graph(graph):
         advance()
     return graph.replay, max(0, free - torch.cuda.mem_get_info(device)[0])
 

@@ -1,6 +1,8 @@
 """``dsa-compile bench model`` without a GPU: what it runs, and what it makes of the times."""
 
 import json
+import os
+import signal
 import time
 
 import pytest
@@ -149,6 +151,18 @@ def test_what_takes_too_long_is_ended():
     start = time.monotonic()
     assert within(30, sleeping, [(0,), (0.1,), (600,)]) == [1, 0, None]
     assert time.monotonic() - start < 60
+
+
+def killed(first):
+    if first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with turn():
+        pass
+
+
+@pytest.mark.slow
+def test_where_one_is_killed_nobody_waits_for_it():
+    assert within(None, killed, [(True,), (False,)]) == [-signal.SIGKILL, None]
 
 
 def test_a_floor_is_of_weights_read_once_and_of_kernels():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from multiprocessing.synchronize import Barrier, Lock
 from typing import Any, TypeVar
 
@@ -36,20 +37,26 @@ def side_by_side(function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -
 def within(
     seconds: float | None, function: Callable[..., object], calls: Sequence[tuple[Any, ...]]
 ) -> list[int | None]:
-    """Like `side_by_side`, but what runs longer, if ``seconds`` are given, is ended; exit codes, None of those."""
+    """Like `side_by_side`, but what runs longer, if ``seconds`` are given, is ended; exit codes, None of those.
+
+    Where one is killed the others are ended too: it may be the one that they wait for.
+    """
     context = get_context("spawn")
     meet = context.Barrier(len(calls)), context.Lock()
     started = [context.Process(target=_call_in, args=(meet, function, arguments)) for arguments in calls]
-    begun = time.monotonic()
+    end = None if seconds is None else time.monotonic() + seconds
     for process in started:
         process.start()
-    for process in started:
-        process.join(None if seconds is None else max(0.0, begun + seconds - time.monotonic()))
-    late = [process for process in started if process.is_alive()]
-    for process in late:
+    running = list(started)
+    while running and (end is None or time.monotonic() < end):
+        wait([process.sentinel for process in running], None if end is None else max(0.0, end - time.monotonic()))
+        running = [process for process in running if process.is_alive()]
+        if any((process.exitcode or 0) < 0 for process in started):
+            break
+    for process in running:
         process.kill()
         process.join()
-    return [None if process in late else process.exitcode for process in started]
+    return [None if process in running else process.exitcode for process in started]
 
 
 @contextmanager
