@@ -6,29 +6,20 @@ tokens only when the call went through.
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from dsa_compile import compat
-from dsa_compile.backend import dsa_backend
 from dsa_compile.cache import DSACache, slots_and_visible
+from dsa_compile.compiled import Compiled
 from dsa_compile.cost.workspace import pieces
 from dsa_compile.decode import decode
 from dsa_compile.errors import CacheError, InputError
 from dsa_compile.generate import sample
-from dsa_compile.lending import Lender, check_memory
-from dsa_compile.models.mtp_step import UNCOMPILED, Graphs
-from dsa_compile.models.plain_step import plain_step
-from dsa_compile.models.prepared import Recorded
 from dsa_compile.pace import Pace
-from dsa_compile.replay import Decoder, addresses
-from dsa_compile.replay_drafts import DraftDecoder
-from dsa_compile.sampling import Sampling
 
 PARAMETERS = (
     "input_ids",
@@ -55,55 +46,24 @@ class Guard:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self._compile: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.compiled = Compiled(model)
         self._run: Callable[..., Any] = _forward
-        self._graphs: dict[tuple[int, int | None], Graphs] = {}
-        self._lender = Lender()
-        self._plain_steps: dict[int, Callable[..., Any]] = {}  # by batch size
-        self._decoders: WeakKeyDictionary[DSACache, tuple[tuple[int, ...], dict[Any, Any]]] = WeakKeyDictionary()
         self._said: set[str] = set()
         self._paces: dict[int, Pace] = {}  # by batch size
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """From now on run forward and drafting through ``torch.compile(..., *args, **kwargs)``, as one graph each."""
         compat.raise_recompile_limit()
-        self._compile = (args, {"fullgraph": True, **kwargs})
-        self._run = self._compiled(_forward)
-        self._graphs.clear()
-        self._plain_steps.clear()
-        self._decoders.clear()
-        self._lender.clear()
-
-    def _compiled(
-        self, function: Callable[..., Any], name: str | None = None, *, captured: bool = False
-    ) -> Callable[..., Any]:
-        """``captured``: in a CUDA graph of ours, which holds none of Inductor's."""
-        if self._compile is None:
-            return function
-        args, kwargs = self._compile
-        kwargs = _without_cuda_graphs(kwargs) if captured else kwargs
-        compiled: Callable[..., Any] = torch.compile(compat.own_code(function, name), *args, **kwargs)
-        return compiled
-
-    def graphs(self, width: int, batch_size: int | None = None) -> Graphs:
-        """What drafting runs in steps of ``width`` rows; each width apart, so that it is static.
-
-        ``batch_size``: in CUDA graphs of ours, each batch size apart as well.
-        """
-        key, captured = (width, batch_size), batch_size is not None
-        if key not in self._graphs:
-            name = f"{width}_{batch_size}" if captured else str(width)
-            made = (self._compiled(f, f"{f.__name__}_{name}", captured=captured) for f in UNCOMPILED)
-            self._graphs[key] = Graphs(*made)
-        return self._graphs[key]
+        self.compiled = Compiled(self.model, (args, {"fullgraph": True, **kwargs}))
+        self._run = self.compiled.function(_forward)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "_compile": self._compile}
+        return {"model": self.model, "compile": self.compiled.arguments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["model"])  # type: ignore[misc]
-        if state["_compile"] is not None:
-            args, kwargs = state["_compile"]
+        if state["compile"] is not None:
+            args, kwargs = state["compile"]
             self.compile(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,72 +85,6 @@ class Guard:
             return self._run(self.model, _hinted(inputs | {"use_cache": False}, tokens))
         return self._cached(tokens, inputs, cache)
 
-    @property
-    def replays(self) -> bool:
-        """Whether plain decoding runs in CUDA graphs of its own, which take what Inductor compiled for a GPU.
-
-        Not where experts are grouped in a dtype other than bfloat16: there grouped_mm waits for the device.
-        """
-        model = self.model
-        if model.dtype != torch.bfloat16 and model.config._experts_implementation != "batched_mm":
-            return False
-        backend = self._compile and self._compile[1].get("backend")
-        inductor = backend in ("dsa", dsa_backend) and model.dsa.config.lowering == "inductor"
-        return inductor and model.device.type == "cuda"
-
-    def cache_of_generation(self, batch_size: int, tokens: int) -> DSACache:
-        """An empty cache for a call of ``generate``, in memory of an earlier call where there is some.
-
-        Raises:
-            CacheCapacityError: the device has no memory for it; nothing was allocated.
-        """
-        if self.replays:
-            return self._lender.lend(self.model, batch_size, tokens)
-        check_memory(self.model, batch_size, tokens)
-        cache: DSACache = self.model.cache_for(batch_size, tokens)
-        return cache
-
-    def decoder(self, cache: DSACache, sampling: Sampling) -> Decoder:
-        """Plain steps over a cache."""
-
-        def made(cache: DSACache) -> Decoder:
-            B = cache.batch_size
-            if B not in self._plain_steps:  # each batch size apart, so that it is static
-                self._plain_steps[B] = self._compiled(plain_step, f"plain_step_{B}", captured=True)
-            return Decoder(self.model, self._plain_steps[B], cache, sampling, recorded=self.replays)
-
-        found: Decoder = self._found(cache, Decoder, sampling, made)
-        return found
-
-    def drafter(self, cache: DSACache, sampling: Sampling) -> DraftDecoder:
-        """Steps with drafts over a cache."""
-
-        def made(cache: DSACache) -> DraftDecoder:
-            graphs = partial(self.graphs, batch_size=cache.batch_size)
-            return DraftDecoder(self.model, graphs, cache, sampling, recorded=self.replays)
-
-        found: DraftDecoder = self._found(cache, DraftDecoder, sampling, made)
-        return found
-
-    def _found(self, cache: DSACache, kind: type, sampling: Sampling, make: Callable[[DSACache], Any]) -> Any:
-        """What ``make`` makes of a cache, once for as long as all stays where it lies."""
-        cache = self._lender.whole(cache)
-        where = addresses(self.model, cache)
-        if cache not in self._decoders or self._decoders[cache][0] != where:
-            self._decoders[cache] = (where, {})
-        made = self._decoders[cache][1]
-        if (kind, sampling) not in made:
-            made[kind, sampling] = make(cache)
-        return made[kind, sampling]
-
-    def recordings(self) -> tuple[Recorded, ...]:
-        """What `decoder` and `drafter` made and still keep, in CUDA graphs."""
-        return tuple(
-            Recorded(cache.batch_size, cache.capacity, sampling, made.bytes)
-            for cache, (_, by_kind) in self._decoders.items()
-            for (_, sampling), made in by_kind.items()
-        )
-
     def sample(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``generate`` calls for greedy search and sampling; ``plain`` is transformers' own loop."""
         cache = kwargs.get("past_key_values")
@@ -199,10 +93,10 @@ class Guard:
         except torch.OutOfMemoryError:
             raise  # its memory is wanted
         except BaseException:
-            self._lender.give_back(cache)  # a traceback, which may be kept, holds it as well
+            self.compiled.lender.give_back(cache)  # a traceback, which may be kept, holds it as well
             raise
         if isinstance(output, Tensor):  # it hands the cache to nobody
-            self._lender.give_back(cache)
+            self.compiled.lender.give_back(cache)
         return output
 
     def _sampled(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -210,10 +104,10 @@ class Guard:
             pace = None
             if self.model.dsa.config.mtp.drafts == "auto":
                 pace = self._paces.setdefault(args[0].shape[0], Pace(self.model.dsa.drafts))
-            drafter = self.drafter if self.replays else None
-            return sample(self.model, self.graphs, drafter, pace, self._say_once, plain, *args, **kwargs)
-        if self.replays:
-            return decode(self.model, self.decoder, plain, *args, **kwargs)
+            drafter = self.compiled.drafter if self.compiled.replays else None
+            return sample(self.model, self.compiled.graphs, drafter, pace, self._say_once, plain, *args, **kwargs)
+        if self.compiled.replays:
+            return decode(self.model, self.compiled.decoder, plain, *args, **kwargs)
         return plain(*args, **kwargs)
 
     def _say_once(self, text: str) -> None:
@@ -259,7 +153,7 @@ class Guard:
             output = self._run(self.model, _hinted(inputs, tokens))
         cache.lengths.slots = cache.lengths.reach = None
         cache.commit(valid)
-        cache.lengths.current &= self._compile is not None  # without a backend nobody keeps selections
+        cache.lengths.current &= self.compiled.arguments is not None  # without a backend nobody keeps selections
         return output
 
     def _pieces(self, tokens: Tensor, inputs: dict[str, Any]) -> list[slice]:
@@ -380,13 +274,6 @@ def _columns(inputs: dict[str, Any], columns: slice) -> dict[str, Any]:
     """The inputs of these tokens alone."""
     names = [n for n in ("input_ids", "inputs_embeds", "position_ids") if inputs.get(n) is not None]
     return inputs | {name: inputs[name][:, columns].contiguous() for name in names}
-
-
-def _without_cuda_graphs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments of ``torch.compile`` under a mode that makes no CUDA graphs."""
-    options = dict(kwargs.get("options") or {})
-    mode = compat.without_cuda_graphs(kwargs.get("mode") or options.get("mode"))
-    return {**kwargs, "mode": None, "options": {**options, "mode": mode}}
 
 
 def _positions(tokens: Tensor, positions: Tensor | None, past: int) -> Tensor:

@@ -57,9 +57,6 @@ class Lender:
         if whole is not None:
             self._idle[whole.batch_size] = whole
 
-    def clear(self) -> None:
-        self._idle.clear()
-
 
 def check_memory(model: Any, batch_size: int, tokens: int) -> None:
     """Raise CacheCapacityError, with a table, if weights and caches of so many sequences outgrow the model's GPU."""

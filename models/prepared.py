@@ -125,7 +125,7 @@ class PreparedModel:
 
     def recordings(self) -> tuple[Recorded, ...]:
         """The CUDA graphs of plain decode steps that there are now; none on a CPU."""
-        found: tuple[Recorded, ...] = self.dsa_guard.recordings()
+        found: tuple[Recorded, ...] = self.dsa_guard.compiled.recordings()
         return found
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -155,7 +155,7 @@ class PreparedModel:
                 "its tokens in a DSACache. Leave cache_implementation out."
             )
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-        model_kwargs["past_key_values"] = self.dsa_guard.cache_of_generation(
+        model_kwargs["past_key_values"] = self.dsa_guard.compiled.cache_of_generation(
             rows, max_cache_length + self.dsa.draft_slots
         )
 

@@ -70,7 +70,7 @@ class Ours:
         return self._gbytes
 
     def _decoder(self) -> Decoder:
-        made: Decoder = self._model.dsa_guard.decoder(self._cache, Sampling(greedy=True))
+        made: Decoder = self._model.dsa_guard.compiled.decoder(self._cache, Sampling(greedy=True))
         return made
 
     def _start(self, decoder: Decoder, tokens: int) -> None:

@@ -123,7 +123,7 @@ def measured(setting: DraftSetting, drafts: int) -> tuple[Row, Tensor]:
             return (model(tokens, past_key_values=cache).logits[:, 0],)
 
         def speculate(tokens: Tensor) -> tuple[Tensor]:
-            block, *_ = model.dsa_guard.graphs(drafts + 1).step(model, cache, tokens, place, greedy, uniforms)
+            block, *_ = model.dsa_guard.compiled.graphs(drafts + 1).step(model, cache, tokens, place, greedy, uniforms)
             return (block[:, 0],)
 
         with torch.no_grad():

@@ -8,7 +8,7 @@ from mtp import drafting, prepared
 
 import dsa_compile
 from dsa_compile import compat
-from dsa_compile.guard import Guard
+from dsa_compile.compiled import Compiled
 from dsa_compile.models.miniature import miniature
 from dsa_compile.models.mtp_step import Place
 from dsa_compile.sampling import Sampling
@@ -28,7 +28,7 @@ def handed(monkeypatch):
         return gm.forward
 
     monkeypatch.setattr(compat, "compile_fx", compile_fx)
-    monkeypatch.setattr(Guard, "replays", False)  # recordings of our own hold none of Inductor's
+    monkeypatch.setattr(Compiled, "replays", False)  # recordings of our own hold none of Inductor's
     return seen
 
 
@@ -47,7 +47,7 @@ def overwritten(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(Guard, "_compiled", compiled)
+    monkeypatch.setattr(Compiled, "function", compiled)
 
 
 def written(gm):
@@ -107,7 +107,7 @@ def test_all_tensors_of_a_step_are_on_the_device_of_the_model(handed):
     place = Place(tokens[:, 0], tokens[:, 0] == 0, tokens[:, 0])
     sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2)
     with torch.no_grad():
-        model.dsa_guard.graphs(3).step(
+        model.dsa_guard.compiled.graphs(3).step(
             model, cache, tokens, place, sampling, torch.rand(2, 3, device="meta"), tokens.repeat(1, 8), tokens[:, 0]
         )
     ((gm, patches),) = handed

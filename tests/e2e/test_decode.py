@@ -10,9 +10,9 @@ from mtp import prepared
 from transformers.generation.streamers import BaseStreamer
 
 from dsa_compile import lending
+from dsa_compile.compiled import Compiled
 from dsa_compile.errors import CacheCapacityError
 from dsa_compile.explanation import Explanation
-from dsa_compile.guard import Guard
 from dsa_compile.lending import bucket
 from dsa_compile.models import prepared as prepared_models
 from dsa_compile.replay import Decoder
@@ -42,7 +42,7 @@ def steps(monkeypatch):
     monkeypatch.setattr(Decoder, "launch", lambda decoder: (launched.append(1), launch(decoder)))
     init = Decoder.__init__
     monkeypatch.setattr(Decoder, "__init__", lambda *args, recorded: init(*args, recorded=False))
-    monkeypatch.setattr(Guard, "replays", True)
+    monkeypatch.setattr(Compiled, "replays", True)
     return launched
 
 
@@ -55,7 +55,7 @@ def both(monkeypatch, device, case=V32, **arguments):
     model = prepared(case, device)
     outputs = []
     for own in (True, False):
-        monkeypatch.setattr(Guard, "replays", own)
+        monkeypatch.setattr(Compiled, "replays", own)
         outputs.append(model.generate(**batch(device), **{**GREEDY, **arguments}, return_dict_in_generate=True))
     return outputs
 
@@ -111,7 +111,7 @@ def test_a_second_turn_continues_the_first(steps, monkeypatch, device):
     with pytest.raises(CacheCapacityError, match="nothing was written"):
         model.generate(first.sequences, **cache, **{**GREEDY, "max_new_tokens": 500})
     second = model.generate(first.sequences, **cache, **GREEDY)
-    monkeypatch.setattr(Guard, "replays", False)
+    monkeypatch.setattr(Compiled, "replays", False)
     assert torch.equal(second, model.generate(**inputs, **{**GREEDY, "max_new_tokens": 2 * NEW}))
 
 
@@ -209,12 +209,12 @@ def test_steps_are_made_once_for_pools_that_stay(steps, device):
     for _ in range(2):
         cache.reset()
         model.generate(prompt, **GREEDY, past_key_values=cache)
-        made |= set(model.dsa_guard._decoders[cache][1].values())
+        made |= set(model.dsa_guard.compiled._decoders[cache][1].values())
     assert len(made) == 1
     cache.batch_select_indices(torch.tensor([1, 0]))
     cache.reset()
     model.generate(prompt, **GREEDY, past_key_values=cache)
-    assert made.isdisjoint(model.dsa_guard._decoders[cache][1].values())
+    assert made.isdisjoint(model.dsa_guard.compiled._decoders[cache][1].values())
 
 
 def test_what_is_recorded_is_said_with_its_memory(steps, device):
@@ -242,9 +242,9 @@ def test_calls_find_the_memory_and_the_steps_of_earlier_ones(steps, monkeypatch,
         (batch(device, 3), 3 * NEW),
     ):
         arguments = {**GREEDY, "max_new_tokens": new}
-        monkeypatch.setattr(Guard, "replays", False)
+        monkeypatch.setattr(Compiled, "replays", False)
         want = plain.generate(**inputs, **arguments)
-        monkeypatch.setattr(Guard, "replays", True)
+        monkeypatch.setattr(Compiled, "replays", True)
         assert torch.equal(model.generate(**inputs, **arguments), want)
     assert [rows for rows, _ in made] == [4, 2, 4]
 
@@ -262,7 +262,7 @@ def test_sequences_are_padded_to_few_numbers_of_rows():
 @pytest.mark.parametrize("replays", [True, False])
 def test_what_the_device_cannot_hold_is_refused_with_a_table(steps, monkeypatch, device, replays):
     model = prepared(V32, device)
-    monkeypatch.setattr(Guard, "replays", replays)
+    monkeypatch.setattr(Compiled, "replays", replays)
     weights = sum(p.nbytes for p in model.parameters())
     token = sum(model.make_cache(1, 1).bytes_per_token())
     prompt = 2 * 263 * model.workspace_bytes()
@@ -282,4 +282,4 @@ def test_idle_memory_makes_room(steps, monkeypatch, device):
     monkeypatch.setattr(lending, "device_memory", lambda device: (held + 2 * 256 * token) / 0.9)
     for rows, idle in ((1, {1}), (2, {2}), (2, {2})):
         model.generate(batch(device, rows)["input_ids"], **GREEDY)
-        assert set(model.dsa_guard._lender._idle) == idle
+        assert set(model.dsa_guard.compiled.lender._idle) == idle

@@ -40,7 +40,7 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_tokens_are_those_of_uncompiled_steps(model, plain, device, launched, rows, penalty):
-    assert model.dsa_guard.replays
+    assert model.dsa_guard.compiled.replays
     prompt, arguments = token_ids(rows, LENGTH, device), GREEDY | {"repetition_penalty": penalty}
     assert torch.equal(model.generate(prompt, **arguments), plain.generate(prompt, **arguments))
     assert len(launched) == NEW - 1

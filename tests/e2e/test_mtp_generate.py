@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import dsa_compile.models.mtp_step as mtp_step
+from dsa_compile.compiled import Compiled
 from dsa_compile.errors import CacheCapacityError
-from dsa_compile.guard import Guard
 from dsa_compile.pace import Pace
 from dsa_compile.replay_drafts import DraftDecoder
 
@@ -29,7 +29,7 @@ def steps(request, monkeypatch):
     if request.param == "ahead of the host":
         init = DraftDecoder.__init__
         monkeypatch.setattr(DraftDecoder, "__init__", lambda *args, recorded: init(*args, recorded=False))
-        monkeypatch.setattr(Guard, "replays", property(lambda guard: bool(guard.model.dsa.drafts)))
+        monkeypatch.setattr(Compiled, "replays", property(lambda compiled: bool(compiled._model.dsa.drafts)))
     return request.param
 
 
@@ -232,7 +232,7 @@ def test_sampled_tokens_follow_the_distribution_of_plain_sampling(monkeypatch, d
 
     real = mtp_step.draft
     graphs = mtp_step.UNCOMPILED._replace(draft=draft)
-    monkeypatch.setattr(model.dsa_guard, "graphs", lambda width, batch_size=None: graphs)
+    monkeypatch.setattr(model.dsa_guard.compiled, "graphs", lambda width, batch_size=None: graphs)
     output = model.generate(prompt.repeat(rows, 1), **told, return_dict_in_generate=True)
     found = (output.sequences[:, None] == triples).all(-1).sum(0)
     assert found.sum() == rows

@@ -71,7 +71,9 @@ def test_each_width_is_compiled_once_with_a_static_number_of_rows(device, graphs
 def test_drafts_select_for_themselves_by_default(device, graphs):
     model = drafting("glm_moe_dsa", device, drafts=3, lowering="eager")
     with torch.no_grad():
-        model.dsa_guard.graphs(4).draft(*draft_inputs(model, model.make_cache(2, 32), token_ids(2, 1, device)[:, 0]))
+        model.dsa_guard.compiled.graphs(4).draft(
+            *draft_inputs(model, model.make_cache(2, 32), token_ids(2, 1, device)[:, 0])
+        )
     assert op_counts(graphs[0])[SELECT] == 3
 
 

@@ -12,7 +12,7 @@ from cases import TOPK, optimized, token_ids, with_positions
 from mtp import LAYERS, prepared
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from dsa_compile.guard import Guard
+from dsa_compile.compiled import Compiled
 from dsa_compile.replay import Decoder
 
 SECONDS = float(os.environ.get("DSA_SOAK_SECONDS", "20"))
@@ -92,7 +92,7 @@ def test_calls_one_after_another_are_like_single_ones(monkeypatch, device):
     """Uncompiled: the caches and steps of the first calls serve all."""
     init, made = Decoder.__init__, []
     monkeypatch.setattr(Decoder, "__init__", lambda *args, recorded: (made.append(1), init(*args, recorded=False))[1])
-    monkeypatch.setattr(Guard, "replays", True)
+    monkeypatch.setattr(Compiled, "replays", True)
     soak = Soak(prepared(V32, device), prepared(V32, device), device, rows=4, tokens=64)
     soak.warm_up()
     assert len(made) == len(PROCESSED) * len({1, 2, 4})
