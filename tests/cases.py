@@ -23,8 +23,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_moe_dsa": ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full"]}),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
 }
-ALIKE = ("deepseek_v2", "glm4_moe_lite")
-"""Their layers are rewritten as deepseek_v3's are: what equals stock in plain calls is slow to test in all others."""
+ALIKE = ("deepseek_v2", "deepseek_v2_lite", "glm_moe_dsa", "glm4_moe_lite")
+"""Their layers are rewritten as deepseek_v3's or v32's are: beyond plain calls they are left to the slow tests."""
 LENGTHS = (1, TOPK - 1, TOPK, TOPK + 1, 2 * TOPK + 3, 5 * TOPK)
 ATOL = 2e-4
 V32 = LayerDims(

@@ -2,28 +2,37 @@
 
 import pytest
 import torch
-from cases import FAMILIES, LENGTHS, TOPK, assert_rows_equal, left_padded, optimized, stock, token_ids, with_positions
+from cases import (
+    ALIKE,
+    FAMILIES,
+    LENGTHS,
+    TOPK,
+    assert_rows_equal,
+    left_padded,
+    optimized,
+    stock,
+    token_ids,
+    with_positions,
+)
 from transformers import DynamicCache
 
 pytestmark = pytest.mark.shared_graphs
 each_family = pytest.mark.parametrize("case", FAMILIES)
-TWINS = ("deepseek_v2", "deepseek_v2_lite", "glm4_moe_lite", "glm_moe_dsa")
-"""Their layers are close to deepseek_v3's or v32's: two are enough, and Inductor compiles them in the slow tests."""
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((case, low), marks=pytest.mark.slow if low == "inductor" and case in TWINS else ())
+        pytest.param((case, low), marks=pytest.mark.slow if low == "inductor" and case in ALIKE else ())
         for case in FAMILIES
         for low in ("eager", "inductor")
     ],
     ids="-".join,
 )
 def pair(request, device):
-    """A stock model and its optimized copy; compiled ones have two layers, to spare the C++ compiler."""
+    """A stock model and its optimized copy; compiled ones, and families that are `ALIKE`, have two layers."""
     case, lowering = request.param
-    layers = 3 if lowering == "eager" and case not in TWINS else 2
+    layers = 3 if lowering == "eager" and case not in ALIKE else 2
     yield stock(case, device, layers), optimized(case, device, lowering, layers)
     torch._dynamo.reset()
 
