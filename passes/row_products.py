@@ -15,6 +15,7 @@ in float32, and what other layers make of it is rounded behind. The rows are fla
 token hold the prompt's length, which Inductor may not know where it calls the op (torch 2.11).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,9 @@ from dsa_compile import programs
 from dsa_compile.lowering.row_products.limits import MOST_ROWS, MOST_WEIGHTS
 from dsa_compile.passes.base import Context, GraphPass, Refused, emit, erase_dead, is_linear, target_name, value_of
 from dsa_compile.passes.overlap_indexer import started_programs
+
+VIEWS = "view", "reshape", "contiguous"
+CONVERSIONS = "to", "type", "float"
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class RowProducts(GraphPass):
         firsts: dict[Any, Node] = {}
         for node in graph.nodes:
             if is_linear(node) and _few_rows(value_of(node)) and on_gpu(value_of(node)):
-                firsts.setdefault(_operands(node)[0], node)
+                firsts.setdefault((_operands(node)[0], _width(node)), node)
         return list(firsts.values())
 
     def match(self, node: Node, context: Context) -> _Match:
@@ -59,13 +63,13 @@ class RowProducts(GraphPass):
         reason = _refusal(node)
         if reason is not None:
             raise Refused(reason, node)
-        layers = (n for n in node.graph.nodes if is_linear(n) and _operands(n)[0] is x)
+        layers = sorted(n for n in _readers(x) if _operands(n)[0] is x and _width(n) == _width(node))
         return _Match(tuple(n for n in layers if _refusal(n) is None))
 
     def rewrite(self, graph: Graph, match: _Match, context: Context) -> str:
         x = _operands(match.layers[0])[0]
-        K, inner = value_of(_operands(match.layers[0])[1]).shape[1], value_of(x).shape[-1]
-        part = 0 if inner == K else inner
+        inner = value_of(x).shape[-1]
+        part = 0 if inner == _width(match.layers[0]) else inner
         for first in range(0, len(match.layers), MOST_WEIGHTS):
             layers = match.layers[first : first + MOST_WEIGHTS]
             weights, values = [_operands(layer)[1] for layer in layers], [value_of(layer) for layer in layers]
@@ -101,9 +105,23 @@ def _operands(layer: Node) -> tuple[Any, Any, Any]:
     return x, _unconverted(weight, dtype), named.get("bias")
 
 
+def _readers(x: Node) -> Iterator[Node]:
+    """Linear layers of ``x`` and of views and conversions of it."""
+    for user in x.users:
+        if is_linear(user):
+            yield user
+        elif user.op == "call_method" and target_name(user) in VIEWS + CONVERSIONS:
+            yield from _readers(user)
+
+
+def _width(layer: Node) -> int:
+    """Values of a row that a linear layer reads."""
+    return int(value_of(_operands(layer)[1]).shape[1])
+
+
 def _unviewed(rows: Any) -> Any:
     """The same rows before a view that flattens tokens, or joins the heads of each."""
-    if rows.op != "call_method" or target_name(rows) not in ("view", "reshape", "contiguous"):
+    if rows.op != "call_method" or target_name(rows) not in VIEWS:
         return rows
     source = rows.all_input_nodes[0]
     before, after = value_of(source).shape, value_of(rows).shape
@@ -113,7 +131,7 @@ def _unviewed(rows: Any) -> Any:
 
 def _unconverted(x: Any, dtype: torch.dtype) -> Any:
     """``x`` before conversions that lose nothing to a layer of ``dtype``."""
-    while x.op == "call_method" and target_name(x) in ("to", "type", "float"):
+    while x.op == "call_method" and target_name(x) in CONVERSIONS:
         value, source = value_of(x), x.all_input_nodes[0]
         if value is not value_of(source) and not value.dtype == dtype == torch.float32:
             break

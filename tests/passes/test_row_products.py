@@ -76,6 +76,15 @@ def test_rows_that_lie_by_head_are_read_as_they_lie(rows):
     assert x.stride()[-2:] == ((6, 1) if rows == 1 else (3 * rows, 1))
 
 
+def test_layers_of_whole_rows_and_of_their_parts_share_nothing():
+    whole, part = nn.Linear(6, 5, bias=False).double(), nn.Linear(3, 4, bias=False).double()
+    with torch.no_grad():
+        heads = torch.randn(1, 1, 2, 3, dtype=torch.float64)
+        PassHarness(RowProducts())(
+            lambda x: (part(x), whole(x.reshape(1, 1, 6))), heads, matches=2, ops={PRODUCTS: 2}, atol=1e-14
+        )
+
+
 class Router(nn.Module):
     """Beside another layer of its input, whose rows it flattens and converts, as transformers' routers do."""
 
